@@ -1,0 +1,51 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Both set themselves up.
+PYTHON ?= python3
+PYVER := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv/$(PYVER)
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: setup demo test test-all smoke bench lint matrix clean
+
+setup: $(VENV)/.core
+
+$(VENV)/.core: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("ejkernel needs Python 3.11 to 3.13; %s is %d.%d. Try: make PYTHON=python3.12 ..." % (sys.executable, *v))'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable '.[lint]'
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test
+	$(PYTEST) -n 2 --dist loadgroup -m 'not slow'
+
+test-all: $(VENV)/.test
+	$(PYTEST) -n 2 --dist loadgroup
+
+smoke: $(VENV)/.test
+	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' tests/smoke tests/modules tests/ops
+
+bench: $(VENV)/.core
+	$(BIN)/python benchmarks/cpu_attention.py
+
+matrix: $(VENV)/.core
+	$(BIN)/python -m ejkernel.kernels._support --write
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check ejkernel tests benchmarks examples
+	$(BIN)/ruff format --check ejkernel tests benchmarks examples
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv .cache .pytest_cache

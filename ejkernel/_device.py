@@ -1,0 +1,65 @@
+"""Which device a call is for, and what that device can do."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+_KINDS = {"cuda": "gpu", "rocm": "gpu", "gpu": "gpu", "tpu": "tpu", "cpu": "cpu"}
+_DISPATCH = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device a call is compiled for."""
+
+    kind: str  # "cpu", "gpu" or "tpu"
+    model: str  # what the driver calls the device, e.g. "NVIDIA H200"
+    capability: str | None = None  # compute capability or architecture of a GPU
+
+
+@functools.lru_cache(maxsize=64)
+def describe(device: jax.Device) -> Target:
+    """The target that a JAX device stands for."""
+    capability = getattr(device, "compute_capability", None)
+    return Target(
+        kind=_KINDS.get(device.platform, device.platform),
+        model=device.device_kind,
+        capability=None if capability is None else str(capability),
+    )
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    if isinstance(device, str):
+        return jax.devices(device)[0]
+    return device if device is not None else jax.devices()[0]
+
+
+def of_arrays(leaves: list[Any]) -> Target | None:
+    """The target of the first concrete JAX array; None when there is none."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            return describe(next(iter(leaf.sharding.device_set)))
+    return None
+
+
+def find(mesh: Any = None) -> Target:
+    """The target of a call without concrete arrays: its mesh, the current mesh, the default."""
+    if mesh is not None and not mesh.empty:
+        return describe(mesh.devices.flat[0])
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if abstract is not None:
+        return Target(kind=_KINDS.get(abstract.platform, "gpu"), model=abstract.device_kind)
+    return describe(_default_device())
+
+
+def device_kind() -> str:
+    """`"gpu"`, `"tpu"` or `"cpu"`: the kind of the default device."""
+    return describe(_default_device()).kind
+
+
+def get_device_platform() -> str:
+    """`"triton"`, `"pallas"` or `"xla"`: the platform kernels for the default device use."""
+    return _DISPATCH.get(device_kind(), "xla")

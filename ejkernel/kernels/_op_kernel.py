@@ -1,0 +1,186 @@
+"""`OpKernel`: a `Kernel` whose implementations come from the registry."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from ejkernel import _settings
+from ejkernel.kernels import _spec
+from ejkernel.kernels._registry import KernelEntry, Platform, _member, kernel_registry
+from ejkernel.ops.config.selection import refusal
+from ejkernel.ops.core.kernel import Implementation, Invocation, Kernel, Request
+from ejkernel.ops.core.sharding import Layout
+from ejkernel.ops.execution.executor import default_executor
+
+# Arguments of every public function besides the op's own.
+CALL_ARGUMENTS = ("platform", "cfg", "mesh", "in_specs", "out_specs", "fwd_params", "bwd_params")
+
+
+class OpKernel(Kernel):
+    """Base of the kernel classes in `ejkernel.modules`; a subclass only names its op."""
+
+    op: str
+    function: Callable[..., Any]  # the public function, whose signature binds a call
+    public: ClassVar[dict[str, type["OpKernel"]]] = {}  # the classes that exist, by op
+
+    def __init_subclass__(cls) -> None:
+        if "function" in vars(cls):
+            OpKernel.public[cls.op] = cls
+
+    def __init__(self) -> None:
+        super().__init__(name=self.op)
+
+    @property
+    def spec(self) -> _spec.OpSpec:
+        return kernel_registry.spec(self.op)
+
+    def cache_token(self) -> Any:
+        return type(self)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
+        try:
+            bound = inspect.signature(type(self).function).bind(*args, cfg=cfg, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"`{self.op}`: {error}.") from None
+        bound.apply_defaults()
+        return self.dynamic(bound.arguments)
+
+    def dynamic(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Makes arrays of Python scalars that stand for arrays; a new value compiles nothing."""
+        for name, convert in self.spec.scalars.items():
+            if call[name] is not None:
+                call[name] = convert(call[name])
+        if _settings.current().debug and self.spec.debug is not None:
+            self.spec.debug(call)
+        return call
+
+    def prepare(self, call: dict[str, Any]) -> tuple[_spec.OpArgs, Request]:
+        request = self._request(call)
+        values = {name: value for name, value in call.items() if name not in CALL_ARGUMENTS}
+        if _settings.current().typecheck:
+            _spec.check_types(self.op, self.spec.args, values)
+        return self.spec.canonicalize(values), request
+
+    def _request(self, call: dict[str, Any]) -> Request:
+        platform, cfg = str(call["platform"]).lower(), call["cfg"]
+        if platform not in ("auto", *Platform):
+            raise ValueError(
+                f"`{self.op}`: `platform` must be 'auto' or one of "
+                f"{[str(p) for p in Platform]}; got {call['platform']!r}."
+            )
+        fwd, bwd = call.get("fwd_params"), call.get("bwd_params")
+        inside = getattr(cfg, "platform", None)
+        if inside not in (None, "auto"):
+            inside = str(_member(Platform, inside))
+            if platform not in ("auto", inside):
+                raise ValueError(
+                    f"`{self.op}`: `platform={platform!r}` contradicts `cfg.platform={inside!r}`."
+                )
+            platform = inside
+        if platform == "auto":
+            platform = _settings.current().platform or "auto"
+        if cfg is not None:
+            if fwd is not None or bwd is not None:
+                raise ValueError(
+                    f"`{self.op}`: give either `cfg` or `fwd_params`/`bwd_params`, not both."
+                )
+            if isinstance(cfg, self.spec.config):
+                fwd, bwd = cfg.fwd_params, cfg.bwd_params
+            else:
+                raise TypeError(
+                    f"`{self.op}`: `cfg` must be a {self.spec.config.__name__}; got {cfg!r}."
+                )
+        placement = {name: call[name] for name in ("mesh", "in_specs", "out_specs")}
+        absent = [name for name, value in placement.items() if value is None]
+        if absent and len(absent) < len(placement):
+            raise ValueError(
+                f"`{self.op}`: `mesh`, `in_specs` and `out_specs` go together; {absent} missing."
+            )
+        return Request(platform=platform, forward=fwd, backward=bwd, **placement)
+
+    def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def layout(self, args: Any) -> Layout:
+        return self.spec.layout(args)
+
+    def derivative_parts(self, args: Any) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "formula": spec.formula_fn(),
+            "differentiable": spec.differentiable,
+            "output_names": spec.outputs(args),
+            "residual_names": spec.residuals,
+        }
+
+    def implementations(self, inv: Invocation) -> Sequence[Implementation]:
+        entries = kernel_registry.list(self.op)
+        if inv.platform != "auto":
+            entries = [e for e in entries if e.platform == inv.platform]
+            if not entries:
+                reason = kernel_registry.missing(self.op, inv.platform)
+                raise refusal(inv, {inv.platform: reason})
+        return [entry.implementation(inv.target) for entry in entries]
+
+
+class _EntryKernel(OpKernel):
+    """An op restricted to one entry."""
+
+    def __init__(self, spec: _spec.OpSpec, entry: KernelEntry):
+        self.op, self.entry, self._spec = spec.name, entry, spec
+        super().__init__()
+
+    def cache_token(self) -> Any:
+        return self.entry
+
+    def implementations(self, inv: Invocation) -> Sequence[Implementation]:
+        return [self.entry.implementation(inv.target)]
+
+
+def keyword_function(spec: _spec.OpSpec, entry: KernelEntry) -> Callable[..., Any]:
+    """A function with the op's own arguments that runs one entry."""
+    kernel = _EntryKernel(spec, entry)
+    signature = args_signature(spec)
+    fixed = dict.fromkeys(CALL_ARGUMENTS) | {"platform": "auto"}
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"`{spec.name}`: {error}.") from None
+        bound.apply_defaults()
+        return default_executor().run(kernel, kernel.dynamic(bound.arguments | fixed))
+
+    function.__name__ = function.__qualname__ = spec.name
+    function.__signature__ = signature
+    function.entry = entry
+    return function
+
+
+def args_signature(spec: _spec.OpSpec) -> inspect.Signature:
+    """The signature that an args type stands for."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                annotation=field.type,
+                default=inspect.Parameter.empty
+                if field.default is dataclasses.MISSING
+                else field.default,
+            )
+            for field in _spec.public_fields(spec.args)
+        ]
+    )
+
+
+def call(kernel: type[OpKernel], arguments: dict[str, Any]) -> Any:
+    """Runs a public function's call; `arguments` are its parameters by name."""
+    instance = _instances.get(kernel)
+    if instance is None:
+        instance = _instances[kernel] = kernel()
+    return default_executor().run(instance, instance.dynamic(arguments))
+
+
+_instances: dict[type[OpKernel], OpKernel] = {}

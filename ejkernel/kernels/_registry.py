@@ -1,0 +1,340 @@
+"""All implementations of all ops: who can serve a call, and why the others cannot."""
+
+import dataclasses
+import enum
+import functools
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ejkernel import _device
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels import _spec
+from ejkernel.ops.core.kernel import FORWARD, Implementation
+from ejkernel.ops.core.types import BwdParams, FwdParams
+
+
+class Platform(enum.StrEnum):
+    """What a kernel is written in."""
+
+    TRITON = "triton"
+    PALLAS = "pallas"
+    CUDA = "cuda"
+    CUDNN = "cudnn"
+    XLA = "xla"
+
+
+class Backend(enum.StrEnum):
+    """What a kernel runs on."""
+
+    GPU = "gpu"
+    TPU = "tpu"
+    CPU = "cpu"
+    ANY = "any"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+    """Where the kernels of a platform live, and what importing them takes."""
+
+    package: str
+    needs: str | None = None  # a module
+    install: str = ""
+
+
+_FOLDERS = {
+    Platform.TRITON: (
+        _Folder("ejkernel.kernels._triton", "triton", "Triton is not installed: pip install 'ejkernel[gpu]'"),
+    ),
+    Platform.PALLAS: (
+        _Folder("ejkernel.kernels._pallas.tpu"),
+        _Folder("ejkernel.kernels._pallas.gpu"),
+    ),
+    Platform.CUDA: (_Folder("ejkernel.kernels._cuda"),),
+    Platform.CUDNN: (_Folder("ejkernel.kernels._cudnn"),),
+    Platform.XLA: (_Folder("ejkernel.kernels._xla"),),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelEntry:
+    """One registered kernel of an op."""
+
+    op: str
+    platform: Platform
+    backend: Backend
+    priority: int
+    fn: Callable[..., Any]  # fn(args, cfg) -> (outputs, residuals)
+    honours: frozenset[str] | None  # optional arguments it acts on; None: all
+    requires: Callable[[Any], str | None]
+    backward: Callable[..., dict[str, Any]] | None
+    config: Any  # a module or object with Config, heuristic(args, direction), candidates(…)
+    version: int
+    derivative: str
+
+    @property
+    def name(self) -> str:
+        rank = f"@{self.priority}" if self.priority else ""
+        return f"{self.platform}/{self.backend}{rank}"
+
+    def why_not(self, args: Any, target: _device.Target | None = None) -> str | None:
+        """Why this kernel cannot serve a call; None when it can."""
+        if target is not None and self.backend not in (Backend.ANY, target.kind):
+            return f"needs a {self.backend.upper()}; this call is for {target.kind}"
+        if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
+            return f"does not honour {dropped}"
+        return self.requires(args)
+
+    def heuristic(
+        self, args: Any, direction: str = FORWARD, target: _device.Target | None = None
+    ) -> Any:
+        """The config to use before anything is measured."""
+        if self.config is None:
+            return None
+        return self.config.heuristic(args, direction, target or _device.find())
+
+    def candidates(
+        self, args: Any, direction: str = FORWARD, target: _device.Target | None = None
+    ) -> Sequence[Any]:
+        """The configs worth measuring."""
+        if self.config is None:
+            return ()
+        return self.config.candidates(args, direction, target or _device.find())
+
+    def configure(
+        self, args: Any, direction: str, override: Any, target: _device.Target | None = None
+    ) -> Any:
+        """A config of this kernel from an override in any accepted spelling."""
+        if self.config is None:
+            raise UnsupportedError(f"`{self.op}`: {self.name} has nothing to configure.")
+        if isinstance(override, self.config.Config):
+            return override
+        if isinstance(override, FwdParams | BwdParams):
+            guess = self.heuristic(args, direction, target)
+            return self.config.from_params(guess, override.settings())
+        raise TypeError(
+            f"`{self.op}`: a config of {self.name} must be a FwdParams, a BwdParams or a "
+            f"{self.config.Config.__qualname__}; got {override!r}."
+        )
+
+    def implementation(self, target: _device.Target | None) -> Implementation:
+        return Implementation(
+            name=self.name,
+            version=self.version,
+            forward=self.fn,
+            backward=self.backward,
+            why_not=lambda args, direction: self.why_not(args, target),
+            heuristic=functools.partial(self.heuristic, target=target),
+            candidates=functools.partial(self.candidates, target=target),
+            configure=functools.partial(self.configure, target=target),
+            derivative=self.derivative,
+        )
+
+
+class KernelRegistry:
+    """Entries by op; the folders of the package are imported when an op is first asked for."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[KernelEntry]] = {}
+        self._specs: dict[str, _spec.OpSpec] = {}
+        self._missing: dict[tuple[str, Platform], str] = {}
+        self._loaded: set[str] = set()
+
+    # Operations
+
+    def spec(self, op: str) -> _spec.OpSpec:
+        """The specification of an op."""
+        if op not in self._specs and op in _packaged_ops():
+            self._specs[op] = importlib.import_module(f"ejkernel.kernels._specs.{op}").SPEC
+        if op not in self._specs:
+            raise ValueError(f"There is no op {op!r}; known are {', '.join(self.ops())}.")
+        return self._specs[op]
+
+    def ops(self) -> Sequence[str]:
+        return sorted({*_packaged_ops(), *self._specs})
+
+    def define(self, spec: _spec.OpSpec) -> None:
+        """Adds an op from outside the package."""
+        if spec.name in self.ops():
+            raise ValueError(f"The op {spec.name!r} exists already.")
+        self._specs[spec.name] = spec
+
+    # Kernels
+
+    def register(
+        self,
+        op: str,
+        platform: Platform | str,
+        backend: Backend | str,
+        priority: int = 0,
+        replace: bool = False,
+        **options: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Registers a kernel, as a decorator.
+
+        Args:
+          op: The operation; a new name makes a new one, from the function's signature.
+          platform: What the kernel is written in.
+          backend: What it runs on.
+          priority: Kernels of higher priority are preferred.
+          replace: Take the place of a kernel with the same platform, backend and priority.
+          **options: `honours`, `requires`, `backward`, `config`, `version`, `derivative` of
+            `KernelEntry`, for functions of the form `fn(args, cfg)`.
+        """
+        platform, backend = _member(Platform, platform), _member(Backend, backend)
+
+        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+            if _takes_args(fn):
+                made = _options(op, platform, options) | {"fn": fn}
+            else:
+                from ejkernel.kernels import _outside
+
+                made = _options(op, platform, _outside.adapt(self, op, fn) | options)
+            entry = KernelEntry(
+                op=op, platform=platform, backend=backend, priority=priority, **made
+            )
+            self._add(entry, replace)
+            return fn
+
+        return decorate
+
+    def _add(self, entry: KernelEntry, replace: bool) -> None:
+        same = [e for e in self._entries.get(entry.op, ()) if e.name == entry.name]
+        if same and not replace:
+            raise ValueError(
+                f"`{entry.op}`: {entry.name} is registered already; pass another `priority`, or "
+                "`replace=True` to take its place."
+            )
+        kept = [e for e in self._entries.get(entry.op, ()) if e not in same]
+        self._entries[entry.op] = sorted([*kept, entry], key=_rank)
+
+    def unregister(self, entry: KernelEntry) -> None:
+        """Takes a kernel out again."""
+        self._entries[entry.op] = [e for e in self._entries[entry.op] if e is not entry]
+
+    def list(self, op: str | None = None) -> Sequence[KernelEntry]:
+        """All entries, or those of one op, best first."""
+        if op is None:
+            return [entry for name in self.ops() for entry in self.list(name)]
+        self.spec(op)
+        self._load(op)
+        return list(self._entries.get(op, ()))
+
+    def missing(self, op: str, platform: Platform | str) -> str:
+        """Why an op has no kernel of a platform here."""
+        self._load(op)
+        platform = _member(Platform, platform)
+        return self._missing.get((op, platform), f"no {platform} kernel of `{op}` is registered")
+
+    def why_not(self, op: str, args: Any) -> dict[str, str | None]:
+        """For each entry of an op, why it cannot serve a call on the default device, or None."""
+        target = _device.of_arrays(list(args.arrays().values())) or _device.find()
+        return {entry.name: entry.why_not(args, target) for entry in self.list(op)}
+
+    def get(
+        self,
+        op: str,
+        platform: Platform | str | None = None,
+        backend: Backend | str | None = None,
+    ) -> Callable[..., Any]:
+        """A function that runs one platform's kernel of an op, with the op's own arguments."""
+        from ejkernel.kernels import _op_kernel
+
+        wanted = None if platform is None else _member(Platform, platform)
+        kind = None if backend is None else _member(Backend, backend)
+        here = _device.device_kind()
+        entries = [
+            e
+            for e in self.list(op)
+            if (wanted is None or e.platform == wanted)
+            and (e.backend == kind if kind is not None else e.backend in (Backend.ANY, here))
+        ]
+        if not entries:
+            on = f" on {kind or here}"
+            reason = self.missing(op, wanted) if wanted else "no kernel is registered"
+            raise UnsupportedError(f"`{op}`: {reason} ({wanted or 'any platform'}{on}).")
+        return _op_kernel.keyword_function(self.spec(op), entries[0])
+
+    def validate_signatures(self) -> Sequence[str]:
+        """Differences between public functions, args types and registered kernels; empty is good."""
+        from ejkernel.kernels import _outside
+
+        problems = []
+        for op in self.ops():
+            problems += _outside.public_differences(self.spec(op))
+            for entry in self.list(op):
+                known = {f.name for f in _spec.public_fields(self.spec(op).args)}
+                known |= {f.name for f in dataclasses.fields(self.spec(op).args)}
+                if entry.honours is not None and (unknown := sorted(entry.honours - known)):
+                    problems.append(f"{op}: {entry.name} honours unknown arguments {unknown}")
+        return problems
+
+    def _load(self, op: str) -> None:
+        if op in self._loaded or op not in _packaged_ops():
+            return
+        self._loaded.add(op)
+        for platform, folders in _FOLDERS.items():
+            for folder in folders:
+                if not _exists(folder.package) or not _exists(f"{folder.package}.{op}"):
+                    if folder.needs and not _exists(folder.needs):
+                        self._missing[op, platform] = folder.install
+                    continue
+                if folder.needs and not _exists(folder.needs):
+                    self._missing[op, platform] = folder.install
+                    continue
+                importlib.import_module(f"{folder.package}.{op}")
+
+
+def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, Any]:
+    known = {
+        "honours": None,
+        "requires": lambda args: None,
+        "backward": None,
+        "config": None,
+        "version": 1,
+        "derivative": "rule",
+        "fn": None,
+    }
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"`register({op!r}, {platform})`: unknown options {unknown}.")
+    made = known | given
+    if made["honours"] is not None:
+        made["honours"] = frozenset(made["honours"])
+    return made
+
+
+def _takes_args(fn: Callable[..., Any]) -> bool:
+    return list(inspect.signature(fn).parameters)[:2] == ["args", "cfg"]
+
+
+def _rank(entry: KernelEntry) -> tuple[int, int, str]:
+    # hand-written kernels before XLA's; the tuner decides by measurement
+    return -entry.priority, entry.platform == Platform.XLA, entry.name
+
+
+def _member(kind: type[enum.StrEnum], value: Any) -> Any:
+    try:
+        return kind(str(value).lower())
+    except ValueError:
+        allowed = ", ".join(repr(str(m)) for m in kind)
+        raise ValueError(f"{kind.__name__} must be one of {allowed}; got {value!r}.") from None
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@functools.cache
+def _packaged_ops() -> frozenset[str]:
+    package = importlib.import_module("ejkernel.kernels._specs")
+    found: Iterable[pkgutil.ModuleInfo] = pkgutil.iter_modules(package.__path__)
+    return frozenset(m.name for m in found if not m.name.startswith("_"))
+
+
+kernel_registry = KernelRegistry()

@@ -1,0 +1,257 @@
+"""What an operation is: its arguments, their checks, its oracle, its formula and its cases."""
+
+import dataclasses
+import functools
+import importlib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.ops.core.sharding import Layout
+from ejkernel.ops.core.types import AbstractArgs
+
+_MISSING = dataclasses.MISSING
+
+
+def static(
+    default: Any = _MISSING,
+    unset: Callable[[Any, Any], bool] | None = None,
+    computed: bool = False,
+) -> Any:
+    """An option of an op; part of the compiled program.
+
+    `unset(value, args)` tells that a call does not ask for it; `computed`: canonicalization always
+    fills it in, and every kernel acts on it.
+    """
+    metadata = {"static": True, "unset": unset, "computed": computed}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def hidden(default: Any) -> Any:
+    """An option that an op has inherited but does not offer."""
+    return dataclasses.field(default=default, metadata={"static": True, "internal": True})
+
+
+def array(*, ranks: tuple[int, ...] | None = None, hint: str = "") -> Any:
+    """An optional array; `ranks` it may also have before canonicalization, `hint` for a bad rank."""
+    return dataclasses.field(default=None, metadata={"ranks": ranks, "hint": hint})
+
+
+def internal() -> Any:
+    """An array that canonicalization or sharding fills in; no argument of the public function."""
+    return dataclasses.field(default=None, metadata={"internal": True})
+
+
+class OpArgs(AbstractArgs):
+    """Canonical arguments of an op of this library; see `op_args`."""
+
+    def arrays(self) -> dict[str, jax.Array]:
+        values = ((f.name, getattr(self, f.name)) for f in array_fields(type(self)))
+        return {name: value for name, value in values if value is not None}
+
+    def statics(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in static_fields(type(self))}
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> typing.Self:
+        return dataclasses.replace(self, **arrays)
+
+    def given(self) -> set[str]:
+        """Names of the optional arguments that this call sets."""
+        names = set()
+        for field in dataclasses.fields(self):
+            value, unset = getattr(self, field.name), field.metadata.get("unset")
+            if field.default is _MISSING or field.metadata.get("computed"):
+                continue
+            if unset is not None:
+                is_set = not unset(value, self)
+            else:
+                is_set = value is not None if field.default is None else value != field.default
+            if is_set:
+                names.add(field.name)
+        return names
+
+
+def op_args(cls: type) -> type:
+    """Makes a frozen keyword-only pytree of a class: arrays are leaves, `static` fields are not."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    return jax.tree_util.register_dataclass(
+        made,
+        data_fields=[f.name for f in array_fields(made)],
+        meta_fields=[f.name for f in static_fields(made)],
+    )
+
+
+@functools.cache
+def array_fields(cls: type) -> tuple[dataclasses.Field, ...]:
+    return tuple(f for f in dataclasses.fields(cls) if not f.metadata.get("static"))
+
+
+@functools.cache
+def static_fields(cls: type) -> tuple[dataclasses.Field, ...]:
+    return tuple(f for f in dataclasses.fields(cls) if f.metadata.get("static"))
+
+
+@functools.cache
+def public_fields(cls: type) -> tuple[dataclasses.Field, ...]:
+    """The fields that are arguments of the public function, in its order."""
+    return tuple(f for f in dataclasses.fields(cls) if not f.metadata.get("internal"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One call that tests, tuning and benchmarks make: public arguments from a dtype and a key."""
+
+    name: str
+    values: Callable[[Any, jax.Array], dict[str, Any]]
+    tags: frozenset[str] = frozenset({"core"})
+    grads: tuple[str, ...] | None = None  # None: every differentiable array present
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpSpec:
+    """An operation; `reference` and `formula` are "module:function", imported when asked for."""
+
+    name: str
+    args: type[OpArgs]
+    canonicalize: Callable[[dict[str, Any]], OpArgs]
+    reference: str | Callable[[Any], tuple[jax.Array, ...]]
+    differentiable: frozenset[str]
+    outputs: Callable[[Any], tuple[str, ...]]  # names of the outputs of a call
+    output_axes: dict[str, tuple[str, ...]]
+    formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
+    residuals: tuple[str, ...] = ()
+    cases: Callable[[], Sequence[Case]] = lambda: ()
+    config: type | None = None  # the typed config of the public function
+    # Python scalars of array arguments, made arrays so that a new value compiles nothing
+    scalars: dict[str, Callable[[Any], np.ndarray]] = dataclasses.field(default_factory=dict)
+    # values of canonical arguments as the public function takes them, for kernels from outside
+    publish: Callable[[Any], dict[str, Any]] = lambda args: args.arrays() | args.statics()
+    debug: Callable[[dict[str, Any]], None] | None = None
+    shardable: frozenset[str] = frozenset()
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    localize: Callable[[Any, dict[str, jax.Array]], Any] = lambda args, offsets: args
+    instead: str = "leave that axis whole"
+
+    def reference_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
+        return _load(self.reference)
+
+    def formula_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
+        return _load(self.formula or self.reference)
+
+    def make(self, case: Case, dtype: Any, key: jax.Array) -> OpArgs:
+        """The canonical arguments of a case."""
+        return self.canonicalize(self.complete(case.values(dtype, key)))
+
+    def complete(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Public arguments with the defaults of those left out, scalars made arrays."""
+        filled = {f.name: f.default for f in public_fields(self.args) if f.default is not _MISSING}
+        filled |= dict(values)
+        for name, convert in self.scalars.items():
+            if filled[name] is not None:
+                filled[name] = convert(filled[name])
+        return filled
+
+    def layout(self, args: Any) -> Layout:
+        return Layout(
+            arrays={f.name: axes_of(f.type) for f in array_fields(self.args)},
+            outputs=tuple(self.output_axes[name] for name in self.outputs(args)),
+            shardable=self.shardable,
+            aliases=self.aliases,
+            localize=self.localize,
+            instead=self.instead,
+        )
+
+
+def _load(path: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(path):
+        return path
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _array_type(annotation: Any) -> Any:
+    return next((t for t in _alternatives(annotation) if hasattr(t, "dim_str")), None)
+
+
+@functools.cache
+def axes_of(annotation: Any) -> tuple[str, ...]:
+    """The axis names of a jaxtyping annotation."""
+    return tuple(a.lstrip("#") for a in _array_type(annotation).dim_str.split())
+
+
+def check_types(op: str, cls: type, values: Mapping[str, Any]) -> None:
+    """Checks public arguments against the annotations of an args type; axes must agree."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for field in public_fields(cls):
+        value = values[field.name]
+        if field.metadata.get("static"):
+            _check_static(op, field, value)
+        elif value is not None or field.default is _MISSING:
+            _check_array(op, field, value, sizes)
+
+
+def _check_static(op: str, field: dataclasses.Field, value: Any) -> None:
+    from beartype import BeartypeConf
+    from beartype.door import is_bearable
+
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"`{op}`: `{field.name}` is part of the compiled program and must be a Python value; "
+            f"got {value.dtype}{list(value.shape)}, an array or traced value."
+        )
+    plain = value.item() if isinstance(value, np.generic) else value
+    if not is_bearable(plain, field.type, conf=BeartypeConf(is_pep484_tower=True)):
+        name = getattr(field.type, "__name__", None) or str(field.type)
+        raise TypeError(
+            f"`{op}`: `{field.name}` must be {name.replace('typing.', '')}; "
+            f"got {value!r} of type {type(value).__name__}."
+        )
+
+
+def _check_array(
+    op: str, field: dataclasses.Field, value: Any, sizes: dict[str, tuple[int, str]]
+) -> None:
+    annotation = _array_type(field.type)
+    axes = [] if annotation is None else annotation.dim_str.split()
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"`{op}`: `{field.name}` must be an array [{', '.join(axes)}]; "
+            f"got {value!r} of type {type(value).__name__}."
+        )
+    if annotation is None:  # an op from outside that does not say more
+        return
+    if isinstance(annotation.dtypes, list | tuple) and str(value.dtype) not in annotation.dtypes:
+        kind = annotation.__name__.partition("[")[0]
+        raise TypeError(
+            f"`{op}`: `{field.name}` must have a dtype of kind {kind}; got {value.dtype}."
+        )
+    bound = ", ".join(f"{a}={sizes[a][0]} (from `{sizes[a][1]}`)" for a in axes if a in sizes)
+    rule = f"[{', '.join(axes)}]" + (f" with {bound}" if bound else "")
+    if len(value.shape) != len(axes):
+        if len(value.shape) in (field.metadata.get("ranks") or ()):
+            return
+        hint = field.metadata.get("hint", "")
+        raise ValueError(
+            f"`{op}`: `{field.name}` must have {len(axes)} axes, {rule}; got {value.shape}.{hint}"
+        )
+    full = tuple(sizes[a.lstrip("#")][0] if a.lstrip("#") in sizes else None for a in axes)
+    if None not in full and all(a.startswith("#") for a in axes):
+        broadcasts = True
+    else:
+        broadcasts = False
+    for axis, size in zip(axes, value.shape, strict=True):
+        free = axis.startswith("#") and size == 1
+        known = sizes.setdefault(axis.lstrip("#"), (size, field.name))[0] if not free else size
+        if known != size:
+            rule = f"broadcast to {full}" if broadcasts else f"have shape {rule}"
+            raise ValueError(f"`{op}`: `{field.name}` must {rule}; got {value.shape}.")

@@ -1,0 +1,176 @@
+"""Checks and canonical forms that attention-like ops share."""
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.errors import EjkernelWarning
+
+Window = tuple[int | None, int | None]
+
+MASK_HINT = (
+    " Write `mask[:, None, None, :]` for key padding [B, S], `mask[None, None]` for [T, S] "
+    "and `mask[:, None]` for [B, T, S]."
+)
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_floats(op: str, **arrays: jax.Array) -> None:
+    """All arrays must have one dtype that the op computes in."""
+    (first, leader), *others = arrays.items()
+    if str(leader.dtype) not in _FLOATS:
+        raise TypeError(
+            f"`{op}`: `{first}` must be one of {', '.join(_FLOATS)}; got {leader.dtype}."
+        )
+    for name, array in others:
+        if array.dtype != leader.dtype:
+            raise TypeError(
+                f"`{op}`: `{name}` must have the dtype of `{first}`, {leader.dtype}; got "
+                f"{array.dtype}. Cast with `{name}.astype({first}.dtype)`."
+            )
+
+
+def check_heads(op: str, num_q_heads: int, num_kv_heads: int) -> None:
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"`{op}`: the {num_q_heads} heads of `query` must be a multiple of the "
+            f"{num_kv_heads} heads of `key`."
+        )
+
+
+def canonical_scale(op: str, scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return max(head_dim, 1) ** -0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"`{op}`: `softmax_scale` must be finite; got {scale}.")
+    return float(scale)
+
+
+def canonical_window(op: str, window: Any, causal: bool) -> Window:
+    """A pair (left, right) with None for no limit; an int means both, causal closes the right."""
+    if window is None:
+        left = right = None
+    else:
+        pair = window if isinstance(window, tuple | list) else (window, window)
+        bad = len(pair) != 2 or any(isinstance(w, bool) for w in pair)
+        if bad or any(w is not None and (int(w) != w or w < -1) for w in pair):
+            raise ValueError(
+                f"`{op}`: `sliding_window` must be an int >= 0 or a pair of ints >= 0, with -1 for "
+                f"no limit on that side; got {window!r}."
+            )
+        if not isinstance(window, tuple | list) and window < 0:
+            raise ValueError(f"`{op}`: `sliding_window` must be >= 0 as an int; got {window}.")
+        left, right = (None if w in (None, -1) else int(w) for w in pair)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def narrower(a: Window, b: Window) -> Window:
+    """The window of pairs that lie in both."""
+    left, right = (
+        min((w for w in side if w is not None), default=None) for side in zip(a, b, strict=True)
+    )
+    return left, right
+
+
+def canonical_cap(op: str, cap: float | None) -> float | None:
+    if cap is None:
+        return None
+    if not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"`{op}`: `logits_soft_cap` must be positive and finite; got {cap}.")
+    return float(cap)
+
+
+def canonical_sinks(op: str, sinks: Any, num_q_heads: int) -> jax.Array | None:
+    """Sinks as [1, n] (shared) or [heads, n]."""
+    if sinks is None:
+        return None
+    if sinks.ndim == 1:
+        if sinks.shape[0] == num_q_heads > 1:
+            raise ValueError(
+                f"`{op}`: `softmax_aux` of shape {sinks.shape} with {num_q_heads} query heads is "
+                "ambiguous: write `softmax_aux[:, None]` for one sink per head or "
+                "`softmax_aux[None]` for sinks shared by all heads."
+            )
+        return jnp.asarray(sinks)[None]
+    if sinks.shape[0] not in (1, num_q_heads):
+        raise ValueError(
+            f"`{op}`: `softmax_aux` must be [num_sinks], [1, num_sinks] or [{num_q_heads}, "
+            f"num_sinks]; got {sinks.shape}."
+        )
+    return jnp.asarray(sinks)
+
+
+def seed_array(seed: Any) -> Any:
+    """The words (low, high) of a Python seed; arrays pass."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        return seed
+    seed = int(seed)
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"`dropout_seed` must be in [0, 2**64) as a Python int; got {seed}.")
+    return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+
+
+def canonical_dropout(op: str, prob: float, seed: Any) -> tuple[float, jax.Array | None]:
+    """Probability and seed words; no seed when nothing is dropped."""
+    if not 0.0 <= prob < 1.0:
+        raise ValueError(f"`{op}`: `dropout_prob` must be in [0, 1); got {prob}.")
+    if prob == 0.0:
+        return 0.0, None
+    if seed is None:
+        warnings.warn(
+            f"`{op}`: dropout without `dropout_seed` uses seed 0 in every call; pass a new seed "
+            "each step.",
+            EjkernelWarning,
+            stacklevel=2,
+        )
+        return float(prob), jnp.zeros(2, jnp.uint32)
+    if not hasattr(seed, "dtype") or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise TypeError(
+            f"`{op}`: `dropout_seed` must be an int, or an integer array: a scalar or uint32[2]; "
+            f"got {getattr(seed, 'dtype', seed)!r}."
+        )
+    seed = jnp.asarray(seed)
+    if seed.shape == ():
+        return float(prob), jnp.stack([seed.astype(jnp.uint32), jnp.uint32(0)])
+    if seed.shape != (2,) or seed.dtype != jnp.uint32:
+        raise ValueError(
+            f"`{op}`: `dropout_seed` must be a scalar or uint32[2] (low, high); "
+            f"got {seed.dtype}{list(seed.shape)}."
+        )
+    return float(prob), seed
+
+
+def pair_up(op: str, names: tuple[str, str], q: Any, k: Any, t: int, s: int) -> tuple[Any, Any]:
+    """One of two arrays stands for both when queries and keys have one length."""
+    if (q is None) == (k is None):
+        return q, k
+    given, missing = names if k is None else names[::-1]
+    if t != s:
+        raise ValueError(
+            f"`{op}`: `{given}` without `{missing}` needs equal lengths; got {t} queries and {s} "
+            f"keys. Pass `{missing}` too."
+        )
+    return (q, q) if k is None else (k, k)
+
+
+def check_cum_seqlens(op: str, batch: int, q: Any, k: Any) -> None:
+    """[B+1] for a batch of rows; any length for sequences packed into one row."""
+    for name, array in (("cum_seqlens_q", q), ("cum_seqlens_k", k)):
+        if array is not None and batch != 1 and array.shape[0] != batch + 1:
+            raise ValueError(
+                f"`{op}`: `{name}` must have batch + 1 = {batch + 1} entries, or the batch must be "
+                f"1 (packed sequences); got {array.shape[0]} entries and batch {batch}."
+            )
+        if array is not None and array.shape[0] < 1:
+            raise ValueError(f"`{op}`: `{name}` must have at least one entry; got {array.shape}.")
+    if q is not None and q.shape != k.shape:
+        raise ValueError(
+            f"`{op}`: `cum_seqlens_q` and `cum_seqlens_k` must have one length; got "
+            f"{q.shape} and {k.shape}."
+        )

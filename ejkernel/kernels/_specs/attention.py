@@ -1,0 +1,60 @@
+"""`attention`: the plain form, which also returns its weights."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.kernels import _spec
+from ejkernel.kernels._specs import _attention_cases, _common, flash_attention
+
+
+@_spec.op_args
+class AttentionArgs(flash_attention.FlashAttentionArgs):
+    """Arguments of `attention`: those of `flash_attention` without lse and blocks."""
+
+    return_lse: bool = _spec.hidden(default=False)
+    deterministic: bool = _spec.hidden(default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """How to run `attention`; there is nothing to tune."""
+
+    platform: str | None = None
+    backend: str | None = None
+    fwd_params: None = None
+    bwd_params: None = None
+
+
+def canonicalize(values: dict[str, Any]) -> AttentionArgs:
+    made = flash_attention.canonicalize(values, op="attention")
+    return AttentionArgs(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made)})
+
+
+def _cases() -> tuple[_spec.Case, ...]:
+    def without_lse(case: _spec.Case) -> _spec.Case:
+        def values(dtype: Any, key: Any) -> dict[str, Any]:
+            made = case.values(dtype, key)
+            made.pop("return_lse")
+            return made
+
+        return dataclasses.replace(case, values=values)
+
+    return tuple(without_lse(case) for case in _attention_cases.cases())
+
+
+SPEC = _spec.OpSpec(
+    name="attention",
+    args=AttentionArgs,
+    canonicalize=canonicalize,
+    reference="ejkernel.kernels._reference.attention:attention",
+    differentiable=flash_attention.SPEC.differentiable,
+    outputs=lambda args: ("out", "weights"),
+    output_axes={"out": ("b", "t", "h", "e"), "weights": ("b", "h", "t", "s")},
+    cases=_cases,
+    config=AttentionConfig,
+    scalars={"dropout_seed": _common.seed_array},
+    publish=flash_attention.publish,
+    shardable=flash_attention.SPEC.shardable,
+    aliases=flash_attention.SPEC.aliases,
+    localize=flash_attention.localize,
+)

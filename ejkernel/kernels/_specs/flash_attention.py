@@ -1,0 +1,215 @@
+"""`flash_attention`: its arguments, their checks and canonical form, and its cases."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer, Shaped
+
+from ejkernel.kernels import _spec
+from ejkernel.kernels._specs import _attention_cases, _common
+from ejkernel.kernels._specs._common import MASK_HINT, Window
+from ejkernel.ops.core.types import BwdParams, FwdParams
+
+
+def _no_window(window: Window, args: Any) -> bool:
+    return window in (None, (None, 0 if args.causal else None))
+
+
+@_spec.op_args
+class FlashAttentionArgs(_spec.OpArgs):
+    """Arguments of `flash_attention`; see the public function for their meaning."""
+
+    query: Float[Array, "b t h d"]
+    key: Float[Array, "b s g d"]
+    value: Float[Array, "b s g e"]
+    attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
+    bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
+    causal: bool = _spec.static(default=False)
+    softmax_scale: float | None = _spec.static(default=None, computed=True)
+    dropout_prob: float = _spec.static(default=0.0)
+    dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
+    sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
+        default=None, unset=_no_window
+    )
+    logits_soft_cap: float | None = _spec.static(default=None)
+    cum_seqlens_q: Int[Array, "n1"] | None = None
+    cum_seqlens_k: Int[Array, "n1"] | None = None
+    softmax_aux: Float[Array, "#h sinks"] | None = _spec.array(ranks=(1,))
+    q_segment_ids: Int[Array, "b t"] | None = None
+    kv_segment_ids: Int[Array, "b s"] | None = None
+    alibi_slopes: Float[Array, "h"] | None = None
+    return_lse: bool = _spec.static(default=False)
+    deterministic: bool = _spec.static(default=False)
+    q_positions: Int[Array, "#b t"] | None = _spec.internal()
+    kv_positions: Int[Array, "#b s"] | None = _spec.internal()
+    # batch and head of the local block in the call as the user wrote it
+    dropout_offset: Integer[Array, "two"] | None = _spec.internal()
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionConfig:
+    """How to run `flash_attention`; what is None is chosen by the library."""
+
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None
+    platform: str | None = None
+    backend: str | None = None
+
+
+def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAttentionArgs:
+    """Checks a call and brings it to the one form that kernels see."""
+    call = _unpack_mask_info(op, values)
+    query, key, value = (jnp.asarray(call[name]) for name in ("query", "key", "value"))
+    batch, t, num_q_heads, head_dim = query.shape
+    _, s, num_kv_heads, _ = key.shape
+    _common.check_floats(op, query=query, key=key, value=value)
+    _common.check_heads(op, num_q_heads, num_kv_heads)
+    causal = bool(call["causal"])
+    prob, seed = _common.canonical_dropout(op, call["dropout_prob"], call["dropout_seed"])
+    names = ("q_segment_ids", "kv_segment_ids")
+    q_ids, kv_ids = _common.pair_up(op, names, *(call[n] for n in names), t, s)
+    if q_ids is not None:
+        q_ids, kv_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (q_ids, kv_ids))
+    names = ("cum_seqlens_q", "cum_seqlens_k")
+    cum_q, cum_k = _common.pair_up(op, names, *(call[n] for n in names), t, s)
+    _common.check_cum_seqlens(op, batch, cum_q, cum_k)
+    mask = call["attention_mask"]
+    window = _common.canonical_window(op, call["sliding_window"], causal)
+    return FlashAttentionArgs(
+        query=query,
+        key=key,
+        value=value,
+        attention_mask=None if mask is None else jnp.asarray(mask) != 0,
+        bias=_as_array(call["bias"]),
+        causal=causal,
+        softmax_scale=_common.canonical_scale(op, call["softmax_scale"], head_dim),
+        dropout_prob=prob,
+        dropout_seed=seed,
+        sliding_window=_common.narrower(window, call.get("_window", (None, None))),
+        logits_soft_cap=_common.canonical_cap(op, call["logits_soft_cap"]),
+        cum_seqlens_q=_as_array(cum_q, jnp.int32),
+        cum_seqlens_k=_as_array(cum_k, jnp.int32),
+        softmax_aux=_common.canonical_sinks(op, call["softmax_aux"], num_q_heads),
+        q_segment_ids=_as_array(q_ids, jnp.int32),
+        kv_segment_ids=_as_array(kv_ids, jnp.int32),
+        alibi_slopes=_as_array(call["alibi_slopes"]),
+        return_lse=bool(call.get("return_lse", False)),
+        deterministic=bool(call.get("deterministic", False)),
+        q_positions=_as_array(call.get("q_positions"), jnp.int32),
+        kv_positions=_as_array(call.get("kv_positions"), jnp.int32),
+    )
+
+
+def _as_array(value: Any, dtype: Any = None) -> jax.Array | None:
+    return None if value is None else jnp.asarray(value, dtype)
+
+
+def _unpack_mask_info(op: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Merges `mask_info` into the other arguments; what is given twice is refused."""
+    call = dict(values)
+    info = call.pop("mask_info", None)
+    if info is None:
+        return call
+    cum_q, cum_k = info.cum_seqlens_q, info.cum_seqlens_k
+    if info.q_lengths is not None or info.kv_lengths is not None:
+        if cum_q is not None:
+            raise ValueError(f"`{op}`: `mask_info` has both lengths and cum_seqlens.")
+        cum_q, cum_k = (
+            None
+            if n is None
+            else jnp.cumulative_sum(jnp.asarray(n, jnp.int32), include_initial=True)
+            for n in (info.q_lengths, info.kv_lengths)
+        )
+        # keys of unequal length, queries all real: every row of queries is whole
+        t, batch = call["query"].shape[1], call["query"].shape[0]
+        s = call["key"].shape[1]
+        cum_q = jnp.arange(batch + 1, dtype=jnp.int32) * t if cum_q is None else cum_q
+        cum_k = jnp.arange(batch + 1, dtype=jnp.int32) * s if cum_k is None else cum_k
+    merged = {
+        "q_segment_ids": info.q_segment_ids,
+        "kv_segment_ids": info.kv_segment_ids,
+        "cum_seqlens_q": cum_q,
+        "cum_seqlens_k": cum_k,
+    }
+    for pair in (("q_segment_ids", "kv_segment_ids"), ("cum_seqlens_q", "cum_seqlens_k")):
+        inside = any(merged[name] is not None for name in pair)
+        if inside and any(call[name] is not None for name in pair):
+            raise ValueError(f"`{op}`: `{pair[0]}` is given twice, in `mask_info` and by itself.")
+        if inside:
+            call.update({name: merged[name] for name in pair})
+    if info.attention_mask is not None:
+        mask = info.attention_mask != 0
+        given = call["attention_mask"]
+        call["attention_mask"] = mask if given is None else mask & (jnp.asarray(given) != 0)
+    call["causal"] = call["causal"] or info.causal
+    call["_window"] = info.sliding_window or (None, None)
+    call["q_positions"], call["kv_positions"] = info.q_positions, info.kv_positions
+    return call
+
+
+def publish(args: FlashAttentionArgs) -> dict[str, Any]:
+    """Canonical arguments as the public function takes them: -1 for no limit of a window."""
+    window = tuple(-1 if w is None else w for w in args.sliding_window)
+    return args.arrays() | args.statics() | {"sliding_window": window}
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
+    for name, data in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
+        array = values.get(name)
+        if array is None or isinstance(array, jax.core.Tracer):
+            continue
+        host = np.asarray(array)
+        batch, length = values[data].shape[:2]
+        steps = np.diff(host)
+        if (steps < 0).any():
+            raise ValueError(
+                f"`flash_attention`: `{name}` must not decrease; entry {int(np.argmin(steps)) + 1} "
+                f"does: {host.tolist()}."
+            )
+        longest = int(host[-1]) if batch == 1 else int(steps.max(initial=0))
+        if longest > length or host[0] < 0:
+            raise ValueError(
+                f"`flash_attention`: `{name}` reaches beyond the {length} tokens of `{data}`: "
+                f"{host.tolist()}."
+            )
+
+
+def localize(args: FlashAttentionArgs, offsets: dict[str, jax.Array]) -> FlashAttentionArgs:
+    """The local block's arguments in a shard_map: dropout indices and row lengths stay global."""
+    changes: dict[str, Any] = {}
+    zero = jnp.int32(0)
+    if args.dropout_seed is not None:
+        offset = jnp.stack([offsets.get("b", zero), offsets.get("h", zero)])
+        changes["dropout_offset"] = offset.astype(jnp.uint32)
+    if args.cum_seqlens_q is not None and "b" in offsets:
+        batch = args.query.shape[0]
+        for name in ("cum_seqlens_q", "cum_seqlens_k"):
+            rows = jax.lax.dynamic_slice_in_dim(getattr(args, name), offsets["b"], batch + 1)
+            changes[name] = rows - rows[0]  # one local row reads as one packed sequence
+    return dataclasses.replace(args, **changes)
+
+
+SPEC = _spec.OpSpec(
+    name="flash_attention",
+    args=FlashAttentionArgs,
+    canonicalize=canonicalize,
+    reference="ejkernel.kernels._reference.flash_attention:flash_attention",
+    formula="ejkernel.kernels._xla.flash_attention.formula:flash_attention",
+    differentiable=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
+    outputs=lambda args: ("out", "lse") if args.return_lse else ("out",),
+    output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
+    residuals=("lse",),
+    cases=_attention_cases.cases,
+    config=FlashAttentionConfig,
+    scalars={"dropout_seed": _common.seed_array},
+    publish=publish,
+    debug=check_values,
+    shardable=frozenset({"b", "h", "g"}),
+    aliases={"g": "h"},
+    localize=localize,
+    instead="use `ring_attention` to split tokens over devices",
+)

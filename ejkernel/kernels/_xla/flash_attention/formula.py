@@ -1,0 +1,92 @@
+"""Attention as a formula that JAX can differentiate any number of times.
+
+Forward mode and second order use it. A block of query rows is computed against all keys and
+recomputed when differentiated, so memory stays at a few rows of logits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._xla._blocks import loops, softmax
+from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile, finite, precision
+
+_ROWS = 256
+
+
+def flash_attention(args: Any) -> tuple[jax.Array, ...]:
+    """Outputs of `flash_attention`."""
+    batch, t, num_q_heads, _ = args.query.shape
+    out, lse, _ = attend(args, min(_ROWS, max(t, 1)), with_weights=False)
+    return (out, lse) if args.return_lse else (out,)
+
+
+def attend(
+    args: Any, rows: int, with_weights: bool
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Output [b, t, h, e], lse [b, h, t] and, if asked for, weights [b, h, t, s]."""
+    batch, t, num_q_heads, _ = args.query.shape
+    s, num_kv_heads, width = args.value.shape[1:]
+    size_k = -(-max(s, 1) // 4) * 4
+    pairs = Pairs(args, Blocks(b=max(batch, 1), g=num_kv_heads, q=rows, k=size_k))
+    poison = {
+        name: jnp.where(jnp.isfinite(x).all(axis=-1), 0.0, jnp.nan).astype(pairs.dtype)
+        for name, x in (("q", args.query), ("k", args.key), ("v", args.value))
+    }
+    poison = jax.tree.map(jax.lax.stop_gradient, poison)
+    q, k, v = (
+        pairs.queries(finite(args.query)),
+        pairs.keys(finite(args.key)),
+        pairs.keys(finite(args.value)),
+    )
+    bad_q = pairs.queries(poison["q"][..., None])[..., 0]  # [b, g, r, T]
+    bad_k = pairs.keys((poison["k"] + poison["v"])[..., None])[..., 0]  # [b, g, S]
+    exact = precision(q.dtype)
+
+    @jax.checkpoint
+    def block(i: Any) -> tuple[jax.Array, ...]:
+        at = Tile(0, 0, i, 0)
+        dots = jnp.einsum(
+            "bgrtd,bgsd->bgrts",
+            pairs.q_block(q, at),
+            k,
+            precision=exact,
+            preferred_element_type=pairs.dtype,
+        )
+        x = pairs.logits(dots, at, "ts")
+        x = x + pairs.q_block(bad_q, at)[..., None] + bad_k[:, :, None, None, :]
+        seen = pairs.visible(at, "ts")
+        x = x if seen is None else jnp.where(seen, x, -jnp.inf)
+        sinks = pairs.sinks()
+        if sinks is not None:
+            shape = (*x.shape[:-1], sinks.shape[-1])
+            x = jnp.concatenate([x, jnp.broadcast_to(sinks[..., None, :], shape)], axis=-1)
+        peak = softmax.shift(jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
+        weights = jnp.exp(x - peak)
+        total = weights.sum(axis=-1, keepdims=True)
+        empty = total == 0.0
+        total = jnp.where(empty, 1.0, total)
+        lse = jnp.where(empty, -jnp.inf, peak + jnp.log(total))[..., 0]
+        weights = (weights / total)[..., :size_k]
+        drop = pairs.dropout(at, "ts")
+        weights = (weights if drop is None else weights * drop).astype(v.dtype)
+        out = jnp.einsum(
+            "bgrts,bgse->bgrte", weights, v, precision=exact, preferred_element_type=pairs.dtype
+        )
+        return (out, lse, weights) if with_weights else (out, lse)
+
+    out, lse, *rest = loops.stack(pairs.num_q, block) if t else _empty_rows(pairs, width, size_k)
+    # [nq, b, g, r, bq, e] -> [b, T, h, e]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, num_q_heads, width)[:, :t]
+    lse = lse.transpose(1, 2, 3, 0, 4).reshape(batch, num_q_heads, -1)[..., :t]
+    weights = None
+    if with_weights:
+        weights = rest[0].transpose(1, 2, 3, 0, 4, 5)
+        weights = weights.reshape(batch, num_q_heads, -1, size_k)[:, :, :t, :s]
+    return out.astype(args.query.dtype), lse, weights
+
+
+def _empty_rows(pairs: Pairs, width: int, size_k: int) -> tuple[jax.Array, ...]:
+    rows = (0, pairs.batch, pairs.groups, pairs.repeat, 1)
+    return tuple(jnp.zeros(shape, pairs.dtype) for shape in ((*rows, width), rows, (*rows, size_k)))

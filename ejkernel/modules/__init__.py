@@ -1,0 +1,30 @@
+"""What users import: one function and one `Kernel` class per operation."""
+
+from ejkernel.kernels._specs.attention import AttentionConfig
+from ejkernel.kernels._specs.flash_attention import FlashAttentionConfig
+from ejkernel.modules.operations.attention import (
+    Attention,
+    attention,
+    scaled_dot_product_attention,
+)
+from ejkernel.modules.operations.flash_attention import FlashAttention, flash_attention
+from ejkernel.modules.operations.merge_attention_states import merge_attention_states
+from ejkernel.ops import Executor
+
+
+def create_default_executor() -> Executor:
+    """An executor with the library's default chain of configurations."""
+    return Executor()
+
+
+__all__ = [
+    "Attention",
+    "AttentionConfig",
+    "FlashAttention",
+    "FlashAttentionConfig",
+    "attention",
+    "create_default_executor",
+    "flash_attention",
+    "merge_attention_states",
+    "scaled_dot_product_attention",
+]

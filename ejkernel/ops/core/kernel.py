@@ -1,0 +1,236 @@
+"""`Kernel`, the unit the executor runs; `Implementation`, one way to run it; `Invocation`, one call."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic
+
+import jax
+
+from ejkernel._device import Target
+from ejkernel.ops.core.types import AbstractArgs, CallArgs, Cfg, Out
+from ejkernel.ops.utils import fingerprint
+
+FORWARD, BACKWARD = "forward", "backward"
+
+# The methods a user's kernel may define, best first, for each kind of device.
+_METHODS = {
+    "gpu": ("triton", "cuda", "cudnn", "pallas", "gpu", "xla"),
+    "tpu": ("pallas", "tpu", "xla"),
+    "cpu": ("cpu", "xla"),
+}
+
+
+def _no_config(args: AbstractArgs, direction: str) -> Any:
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Implementation:
+    """One way to compute an op, with what it can do and how it is configured."""
+
+    name: str  # "triton/gpu"; a tuned choice remembers it
+    forward: Callable[[Any, Any], tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
+    # (args, cfg, outputs, residuals, cotangents, wanted) -> gradients by name; None: not implemented
+    backward: Callable[..., dict[str, jax.Array]] | None = None
+    version: int = 1
+    why_not: Callable[[Any, str], str | None] = lambda args, direction: None
+    heuristic: Callable[[Any, str], Any] = _no_config
+    candidates: Callable[[Any, str], Sequence[Any]] = lambda args, direction: ()
+    # an override in any accepted spelling -> a config of this implementation, checked
+    configure: Callable[[Any, str, Any], Any] = lambda args, direction, override: override
+    # "rule": through `backward`; "jax": JAX differentiates `forward`
+    derivative: str = "rule"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller asked for besides the computation itself."""
+
+    platform: str = "auto"
+    forward: Any = None  # configuration overrides, per direction
+    backward: Any = None
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Invocation(Generic[Cfg, Out]):
+    """Everything the choice of a configuration may depend on."""
+
+    kernel: "Kernel[Cfg, Out]"
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    call: Any = None  # the canonical arguments; built from args and kwargs when not given
+    target: Target | None = None
+    platform: str = "auto"
+    direction: str = FORWARD
+    wanted: frozenset[str] = frozenset()  # perturbed arrays; backward only
+    override: Any = None
+
+    def __post_init__(self) -> None:
+        if self.call is None:
+            object.__setattr__(self, "call", CallArgs.of(self.args, self.kwargs))
+
+    @property
+    def abstract_args(self) -> tuple[Any, ...]:
+        """The positional arguments with every array replaced by its shape and dtype."""
+
+        def abstract(leaf: Any) -> Any:
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            return leaf
+
+        return jax.tree.map(abstract, self.args)
+
+    @property
+    def device_fingerprint(self) -> str:
+        return fingerprint.device_fingerprint(self.target)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Equal for calls that may share a configuration, in every process."""
+        return fingerprint.key(
+            op=self.kernel.name,
+            direction=self.direction,
+            platform=self.platform,
+            device=self.device_fingerprint,
+            arrays=self.call.arrays(),
+            statics=self.call.statics(),
+            wanted=sorted(self.wanted),
+        )
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation with one or more implementations; subclass it to bring your own.
+
+    Define `run` or any of `run_{triton,pallas,cuda,cudnn,xla}` / `run_{gpu,tpu,cpu}`, each called as
+    `run(*args, cfg=cfg, **kwargs)`, and `heuristic_cfg`. `custom_vjp(primals, cfg, kwargs,
+    cotangents)` gives the gradients of the positional arguments; without it JAX differentiates.
+    """
+
+    custom_vjp: Callable[..., Any] | None = None
+
+    def __init__(self, name: str | None = None, *, op_id: str | None = None):
+        if name is not None and op_id is not None and name != op_id:
+            raise ValueError(
+                f"`Kernel`: `name` and `op_id` are one thing; got {name!r}, {op_id!r}."
+            )
+        self.name = name or op_id or type(self).__name__
+
+    @property
+    def op_id(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        from ejkernel.ops.execution import executor
+
+        return executor.default_executor()(self, *args, cfg=cfg, **kwargs)
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        raise NotImplementedError(f"{type(self).__name__} defines no `run` for this device.")
+
+    def heuristic_cfg(self, inv: Invocation) -> Cfg:
+        raise NotImplementedError(f"{type(self).__name__} defines no `heuristic_cfg`.")
+
+    def config_space(self, inv: Invocation) -> Sequence[Cfg]:
+        return ()
+
+    def candidate_cfgs(self, inv: Invocation) -> Sequence[Cfg]:
+        """Another name of `config_space`."""
+        return self.config_space(inv)
+
+    # What the executor asks; the ops of this library answer from their registry instead.
+
+    def cache_token(self) -> Any:
+        """Calls of kernels with equal tokens may share a compiled program."""
+        return self
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
+        """The call as one pytree of values."""
+        return {"args": args, "kwargs": kwargs, "cfg": cfg}
+
+    def prepare(self, call: dict[str, Any]) -> tuple[AbstractArgs, Request]:
+        """Canonical arguments, and what else was asked for."""
+        request = Request(forward=call["cfg"], backward=call["cfg"])
+        return CallArgs.of(call["args"], call["kwargs"]), request
+
+    def finish(self, args: Any, outputs: Any) -> Any:
+        """What the user gets from the outputs of an implementation."""
+        return outputs
+
+    def derivative_parts(self, args: Any) -> dict[str, Any]:
+        """The op's share of its derivative rule (see `autodiff.Rule`)."""
+        (positional, kwargs) = args.call()
+        count = sum(hasattr(x, "shape") for x in jax.tree.leaves(positional))
+
+        def formula(args: CallArgs) -> tuple[jax.Array, ...]:
+            positional, kwargs = args.call()
+            inv = Invocation(kernel=self, args=positional, kwargs=kwargs, call=args)
+            return tuple(
+                jax.tree.leaves(self.run(*positional, cfg=self.heuristic_cfg(inv), **kwargs))
+            )
+
+        names = [str(i) for i in range(count)]
+        return {
+            "formula": formula,
+            "differentiable": frozenset(names),
+            "output_names": (),
+            "residual_names": (),
+        }
+
+    def implementations(self, inv: Invocation) -> Sequence[Implementation]:
+        """Every way to run this call on `inv.target`, best first."""
+        kind = inv.target.kind if inv.target is not None else "cpu"
+        found = [
+            (f"{platform}/{kind}", getattr(self, f"run_{platform}"))
+            for platform in _METHODS.get(kind, ("xla",))
+            if hasattr(self, f"run_{platform}")
+        ]
+        if type(self).run is not Kernel.run:
+            found.append(("run/any", self.run))
+        return [self._implementation(name, run, inv) for name, run in found]
+
+    def _implementation(
+        self, name: str, run: Callable[..., Out], inv: Invocation
+    ) -> Implementation:
+        def forward(args: CallArgs, cfg: Cfg):
+            positional, kwargs = args.call()
+            return run(*positional, cfg=cfg, **kwargs), ()
+
+        def backward(args: CallArgs, cfg: Cfg, outputs, residuals, cotangents, wanted):
+            positional, kwargs = args.call()
+            grads = self.custom_vjp(positional, cfg, kwargs, cotangents)
+            return {str(i): g for i, g in enumerate(jax.tree.leaves(grads, is_leaf=_is_none))}
+
+        def of_direction(method):
+            def ask(args: CallArgs, direction: str):
+                return method(dataclasses.replace(inv, direction=direction, call=args))
+
+            return ask
+
+        return Implementation(
+            name=name,
+            forward=forward,
+            backward=None if self.custom_vjp is None else backward,
+            heuristic=of_direction(self.heuristic_cfg),
+            candidates=of_direction(self.candidate_cfgs),
+            derivative="jax" if self.custom_vjp is None else "rule",
+        )
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def call_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a public function, computed once."""
+    return _signature(function)
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

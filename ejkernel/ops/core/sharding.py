@@ -1,0 +1,197 @@
+"""The one `shard_map`: a call's `mesh`, `in_specs` and `out_specs`, or the shardings of its types."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from ejkernel.ops.core.kernel import Kernel, Request
+from ejkernel.ops.core.types import AbstractArgs
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names of the axes of an op's arrays, and which of them may be split over devices."""
+
+    arrays: dict[str, Axes]  # in the order of the public function
+    outputs: tuple[Axes, ...]
+    shardable: frozenset[str]
+    aliases: dict[str, str]  # axes split alike, such as key heads with query heads
+    # (local arguments, offsets of the local block by axis) -> arguments that mean the same locally
+    localize: Callable[[Any, dict[str, jax.Array]], Any]
+    instead: str  # what to use to split another axis
+
+
+def apply(
+    kernel: Kernel, run: Callable[[Any], Any], args: AbstractArgs, request: Request
+) -> tuple[jax.Array, ...]:
+    """Runs `run(args)`, inside a shard_map if the call is split over devices."""
+    given, mesh, out_specs = request.in_specs, request.mesh, request.out_specs
+    if mesh is None:
+        mesh, given = _from_types(args)
+        if mesh is None:
+            return run(args)
+    layout = kernel.layout(args)
+    split = _split_axes(kernel.name, layout, args, mesh, _by_name(kernel.name, layout, given))
+    specs = {
+        name: _spec(array.shape, layout.arrays[name], layout, split)
+        for name, array in args.arrays().items()
+    }
+    results = tuple(PartitionSpec(*(split.get(a) for a in axes)) for axes in layout.outputs)
+    if out_specs is not None:
+        _check_out_specs(kernel.name, out_specs, results)
+    names = list(specs)
+
+    def body(*local):
+        here = args.with_arrays(dict(zip(names, local, strict=True)))
+        offsets = {
+            axis: jax.lax.axis_index(over) * _local_size(axis, here, layout)
+            for axis, over in split.items()
+        }
+        return run(layout.localize(here, offsets))
+
+    arrays = [_reshard(x, mesh, specs[name]) for name, x in args.arrays().items()]
+    mapped = jax.shard_map(
+        body, mesh=_usable(mesh), in_specs=tuple(specs.values()), out_specs=results
+    )
+    return mapped(*arrays)
+
+
+def _from_types(args: AbstractArgs) -> tuple[Any, dict[str, PartitionSpec] | None]:
+    """Mesh and specs of arguments whose types say how they are split (Explicit mesh axes)."""
+    specs, mesh = {}, None
+    for name, array in args.arrays().items():
+        sharding = jax.typeof(array).sharding
+        spec = sharding.spec
+        explicit = set(sharding.mesh.explicit_axes)
+        if any(set(_axis_names(part)) & explicit for part in spec):
+            specs[name], mesh = spec, sharding.mesh
+    return mesh, specs
+
+
+def _axis_names(part: Any) -> tuple[str, ...]:
+    if part is None or part is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return part if isinstance(part, tuple) else (part,)
+
+
+def _by_name(op: str, layout: Layout, given: Any) -> dict[str, PartitionSpec]:
+    names = list(layout.arrays)
+    if isinstance(given, Mapping):
+        if unknown := [name for name in given if name not in layout.arrays]:
+            raise ValueError(f"`{op}`: `in_specs` names {unknown}; array arguments are {names}.")
+        return {name: spec for name, spec in given.items() if spec is not None}
+    if isinstance(given, PartitionSpec) or not isinstance(given, tuple | list):
+        raise TypeError(
+            f"`{op}`: `in_specs` must be a tuple of PartitionSpecs for {names[:3]}… in order, or a "
+            f"mapping by name; got {given!r}."
+        )
+    if len(given) > len(names):
+        raise ValueError(f"`{op}`: `in_specs` has {len(given)} entries for {len(names)} arrays.")
+    return {name: spec for name, spec in zip(names, given, strict=False) if spec is not None}
+
+
+def _split_axes(
+    op: str, layout: Layout, args: AbstractArgs, mesh: Mesh, given: dict[str, PartitionSpec]
+) -> dict[str, tuple[str, ...]]:
+    """Which mesh axes split which axis of the op, from the specs that were given."""
+    split: dict[str, tuple[str, ...]] = {}
+    arrays = args.arrays()
+    for name, spec in given.items():
+        if name not in arrays:
+            raise ValueError(f"`{op}`: `in_specs` has a spec for `{name}`, which is None.")
+        if len(spec) > len(layout.arrays[name]):
+            raise ValueError(f"`{op}`: the spec of `{name}`, {spec}, is longer than its rank.")
+        for axis, part, size in zip(layout.arrays[name], spec, arrays[name].shape, strict=False):
+            over = _axis_names(part)
+            if not over:
+                continue
+            if axis not in layout.shardable:
+                raise ValueError(
+                    f"`{op}`: `in_specs` splits axis {axis!r} of `{name}` over {over}, but the op "
+                    f"reduces over it or needs it whole; {layout.instead}."
+                )
+            axis = layout.aliases.get(axis, axis)
+            if split.setdefault(axis, over) != over:
+                raise ValueError(
+                    f"`{op}`: axis {axis!r} is split over {split[axis]} and, for `{name}`, {over}."
+                )
+            count = 1
+            for mesh_axis in over:
+                if mesh_axis not in mesh.shape:
+                    raise ValueError(
+                        f"`{op}`: the spec of `{name}` names mesh axis {mesh_axis!r}; "
+                        f"the mesh has {tuple(mesh.shape)}."
+                    )
+                count *= mesh.shape[mesh_axis]
+            if size % count:
+                raise ValueError(
+                    f"`{op}`: axis {axis!r} of `{name}` has {size} elements, "
+                    f"which {count} devices do not divide."
+                )
+    for name, axes in layout.arrays.items():
+        for axis, size in zip(axes, arrays[name].shape if name in arrays else (), strict=False):
+            over = split.get(layout.aliases.get(axis, axis), ())
+            count = 1
+            for mesh_axis in over:
+                count *= mesh.shape[mesh_axis]
+            if size > 1 and size % count:
+                raise ValueError(
+                    f"`{op}`: {count} devices split axis {axis!r}, and `{name}` has {size} of it."
+                )
+    return split
+
+
+def _spec(
+    shape: tuple[int, ...], axes: Axes, layout: Layout, split: dict[str, tuple[str, ...]]
+) -> PartitionSpec:
+    """A derived spec: like the op's axes; an axis of one element is the same everywhere."""
+    parts = []
+    for axis, size in zip(axes, shape, strict=True):
+        over = split.get(layout.aliases.get(axis, axis)) if axis in layout.shardable else None
+        parts.append(over if size > 1 else None)
+    return PartitionSpec(*parts)
+
+
+def _local_size(axis: str, args: AbstractArgs, layout: Layout) -> int:
+    for name, array in args.arrays().items():
+        if axis in layout.arrays[name]:
+            return array.shape[layout.arrays[name].index(axis)]
+    raise AssertionError(axis)
+
+
+def _check_out_specs(op: str, given: Any, expected: tuple[PartitionSpec, ...]) -> None:
+    listed = (given,) if isinstance(given, PartitionSpec) else tuple(given)
+
+    def normal(spec: PartitionSpec) -> list[tuple[str, ...]]:
+        parts = [_axis_names(part) for part in spec]
+        while parts and not parts[-1]:
+            parts.pop()
+        return parts
+
+    if [normal(s) for s in listed] != [normal(s) for s in expected]:
+        raise ValueError(
+            f"`{op}`: `out_specs` must be {expected if len(expected) > 1 else expected[0]}, "
+            f"which follows from `in_specs`; got {given}."
+        )
+
+
+def _usable(mesh: Any) -> Any:
+    """The mesh for `shard_map`: a concrete one with automatic axes unless types carry it."""
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty and current.axis_names == mesh.axis_names:
+        return current
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    return mesh
+
+
+def _reshard(array: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    current = jax.sharding.get_abstract_mesh()
+    if current.empty or not current.explicit_axes:
+        return array
+    return jax.sharding.reshard(array, spec)

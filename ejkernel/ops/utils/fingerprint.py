@@ -1,0 +1,55 @@
+"""Keys of configurations: what a call is, in text that every process writes alike."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ejkernel import _device
+from ejkernel.ops.utils import serialize
+
+SCHEMA = 1
+
+
+def device_fingerprint(target: _device.Target | None = None) -> str:
+    """What identifies a kind of device: its kind, model and capability."""
+    target = target or _device.find()
+    return "|".join(filter(None, (target.kind, target.model, target.capability)))
+
+
+def sharding_fingerprint(array: Any) -> str | None:
+    """How an array is split over its mesh; None when it is not."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    if not isinstance(array, jax.core.Tracer) and isinstance(array, jax.Array):
+        sharding = array.sharding
+    spec = getattr(sharding, "spec", None)
+    if spec is None or all(part is None for part in spec):
+        return None
+    return f"{dict(sharding.mesh.shape)}:{tuple(spec)}"
+
+
+def describe_array(array: Any) -> dict[str, Any]:
+    """Shape, dtype and sharding of an array or tracer."""
+    return {
+        "shape": list(array.shape),
+        "dtype": str(array.dtype),
+        "sharding": sharding_fingerprint(array),
+    }
+
+
+def key(
+    *, op: str, direction: str, platform: str, device: str, arrays: Mapping[str, Any], **rest: Any
+) -> str:
+    """The hash under which a configuration of this call is remembered."""
+    document = {
+        "schema": SCHEMA,
+        "op": op,
+        "direction": direction,
+        "platform": platform,
+        "device": device,
+        "arrays": {name: describe_array(array) for name, array in arrays.items()},
+        "precision": jax.config.jax_default_matmul_precision,
+        **rest,
+    }
+    return hashlib.sha256(serialize.stable_json(document).encode()).hexdigest()

@@ -1,0 +1,56 @@
+"""JSON that is equal in every process: configs, dtypes, enums, dataclasses and arrays."""
+
+import dataclasses
+import enum
+import json
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+
+def to_builtins(value: Any) -> Any:
+    """Plain lists, dicts, numbers and strings that stand for a value."""
+    if value is None or isinstance(value, bool | int | float | str) and type(value) in _PLAIN:
+        return value
+    if isinstance(value, enum.Enum):
+        return to_builtins(value.value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_builtins(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): to_builtins(v) for k, v in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((to_builtins(v) for v in value), key=stable_json)
+    if isinstance(value, list | tuple):
+        return [to_builtins(v) for v in value]
+    if isinstance(value, np.generic):
+        return to_builtins(value.item())
+    if isinstance(value, np.dtype) or isinstance(value, type) and issubclass(value, np.generic):
+        return np.dtype(value).name
+    if isinstance(value, jax.Array | np.ndarray):
+        array = np.asarray(value)
+        return {"shape": list(array.shape), "dtype": array.dtype.name, "data": array.tolist()}
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name}
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise TypeError(f"`to_json`: cannot serialize a {type(value).__name__}: {value!r}.")
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def stable_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(to_builtins(value), sort_keys=True, separators=(",", ":"))
+
+
+def to_json(value: Any) -> str:
+    """JSON text of a config or other value."""
+    return stable_json(value)
+
+
+def from_json(text: str, cls: type) -> Any:
+    """The value of type `cls` that `to_json` wrote, checked against the types of its fields."""
+    return msgspec.json.decode(text, type=cls)
