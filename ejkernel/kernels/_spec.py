@@ -125,6 +125,7 @@ class OpSpec:
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
+    changes: Callable[[], dict[str, dict[str, Any]]] = dict  # arguments that set each option
     config: type | None = None  # the typed config of the public function
     # Python scalars of array arguments, made arrays so that a new value compiles nothing
     scalars: dict[str, Callable[[Any], np.ndarray]] = dataclasses.field(default_factory=dict)

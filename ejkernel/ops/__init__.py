@@ -5,6 +5,7 @@ from ejkernel.ops.config.cache import ConfigCache
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core.kernel import Implementation, Invocation, Kernel
 from ejkernel.ops.core.types import BwdParams, Cfg, FwdParams, Out
+from ejkernel.ops.execution.benchmark import benchmark
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.utils.fingerprint import device_fingerprint, sharding_fingerprint
 from ejkernel.ops.utils.serialize import from_json, stable_json, to_json
@@ -22,6 +23,7 @@ __all__ = [
     "Invocation",
     "Kernel",
     "Out",
+    "benchmark",
     "device_fingerprint",
     "device_kind",
     "from_json",

@@ -119,3 +119,32 @@ def cases() -> tuple[_spec.Case, ...]:
         tags = frozenset({"core", "full"} if core else {"full"})
         made.append(_spec.Case(name, functools.partial(_values, row), tags))
     return tuple(made)
+
+
+def changes() -> dict[str, Any]:
+    """For each option, public arguments that set it on the plain case; tests look for the effect."""
+    batch, t, s, heads, *_ = _SHAPES["square"]
+    keys = iter(jax.random.split(jax.random.key(23), 8))
+    ids = {"q_segment_ids": jnp.asarray(_segments(batch, t))}
+    return {
+        "attention_mask": {"attention_mask": jnp.arange(s)[None, None, None] % 3 != 0},
+        "bias": {"bias": jax.random.normal(next(keys), (batch, heads, t, s))},
+        "causal": {"causal": True},
+        "softmax_scale": {"softmax_scale": 0.7},
+        "dropout_prob": {"dropout_prob": 0.4, "dropout_seed": 3},
+        "dropout_seed": {"dropout_prob": 0.4, "dropout_seed": 4},
+        "sliding_window": {"sliding_window": (5, 2)},
+        "logits_soft_cap": {"logits_soft_cap": 0.5},
+        "cum_seqlens_q": _row_lengths(batch, t, s),
+        "cum_seqlens_k": {
+            "cum_seqlens_q": jnp.asarray([0, t, 2 * t]),
+            "cum_seqlens_k": jnp.asarray([0, s - 3, 2 * s - 9]),
+        },
+        "softmax_aux": {"softmax_aux": jnp.asarray([[1.0, 2.0, 0.5]])},
+        "q_segment_ids": ids,
+        "kv_segment_ids": ids | {"kv_segment_ids": jnp.asarray(_segments(batch, s)[::-1])},
+        "alibi_slopes": {"alibi_slopes": jnp.linspace(0.1, 0.5, heads)},
+        "return_lse": {"return_lse": True},
+        # nothing to see in the numbers of a kernel that is deterministic anyway
+        "deterministic": {"deterministic": True},
+    }

@@ -204,6 +204,7 @@ SPEC = _spec.OpSpec(
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
     residuals=("lse",),
     cases=_attention_cases.cases,
+    changes=_attention_cases.changes,
     config=FlashAttentionConfig,
     scalars={"dropout_seed": _common.seed_array},
     publish=publish,

@@ -1,0 +1,53 @@
+"""Seconds that each part of the suite may take on two cores, and what it took.
+
+Machines are noisy: only a part four times over its budget fails the run.
+"""
+
+import collections
+
+_TEST = 15.0  # one test that is not marked slow
+_PARTS = {
+    "kernels/flash_attention": 200.0,
+    "kernels/attention": 65.0,
+    "blocks": 65.0,
+    "modules": 65.0,
+    "ops": 65.0,
+    "distributed": 90.0,
+    "other": 120.0,
+}
+_FAILS = 4.0
+
+_spent: dict[str, float] = collections.defaultdict(float)
+_tests: dict[str, float] = collections.defaultdict(float)
+
+
+def part_of(nodeid: str) -> str:
+    """The line of the budget that a test belongs to."""
+    folder = nodeid.removeprefix("tests/").partition("/")[0]
+    if folder == "kernels":
+        ops = sorted((p.partition("/")[2] for p in _PARTS if p.startswith("kernels/")), key=len)
+        named = [op for op in ops if f"[{op}-" in nodeid or f"-{op}-" in nodeid]
+        return f"kernels/{named[-1] if named else 'flash_attention'}"
+    return folder if folder in _PARTS else "other"
+
+
+def add(nodeid: str, seconds: float) -> None:
+    _spent[part_of(nodeid)] += seconds
+    _tests[nodeid] += seconds
+
+
+def report() -> list[str]:
+    """The budget table of this run."""
+    lines = ["", f"{'part':<28}{'budget':>8}{'spent':>8}"]
+    for part, seconds in _PARTS.items():
+        spent = _spent.get(part, 0.0)
+        note = "  over budget" if spent > seconds else ""
+        lines.append(f"{part:<28}{seconds:>7.0f}s{spent:>7.0f}s{note}")
+    slow = {name: s for name, s in _tests.items() if s > _TEST}
+    lines += [f"over {_TEST:.0f} s: {s:.0f}s {name}" for name, s in sorted(slow.items())]
+    return lines
+
+
+def broken() -> list[str]:
+    """The parts that took so long that the run fails."""
+    return [part for part, limit in _PARTS.items() if _spent.get(part, 0.0) > _FAILS * limit]

@@ -1,0 +1,49 @@
+"""One environment for every test process, and the time budget printed after a run."""
+
+import os
+import pathlib
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TRITON_DEFAULT_FP_FUSION": "1",
+    "EJKERNEL_AUTOTUNE_POLICY": "heuristics",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+}
+if not os.environ.get("EJKERNEL_TEST_GPU"):
+    _ENVIRONMENT["JAX_PLATFORMS"] = "cpu"
+    _ENVIRONMENT["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ.update(_ENVIRONMENT)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from tests import budget  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("tpu") and jax.default_backend() != "tpu":
+            item.add_marker(pytest.mark.skip(reason="needs a TPU"))
+
+
+def pytest_runtest_logreport(report):
+    budget.add(report.nodeid, report.duration)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in budget.report():
+        terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == 0 and budget.broken():
+        session.exitstatus = 1

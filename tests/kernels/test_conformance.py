@@ -1,0 +1,69 @@
+"""Every kernel against its op's oracle: outputs and gradients, generated from the registry."""
+
+import jax
+import pytest
+
+from ejkernel.errors import UnsupportedError
+from tests.kernels import harness
+
+CORE = harness.matrix("core")
+REST = [row for row in harness.matrix("full") if row not in CORE]
+HALVES = [row for row in CORE if row[2] in ("causal_window_sinks", "cover00")]
+
+
+def check(op, entry_name, case, dtype, kind):
+    entry, made = harness.find_entry(op, entry_name), harness.problem(op, case, dtype)
+    if entry.why_not(made.args) is not None:
+        with pytest.raises(UnsupportedError):  # what is declared unsupported must refuse
+            from ejkernel.kernels import kernel_registry
+
+            kernel_registry.get(op, entry.platform, entry.backend)(
+                **kernel_registry.spec(op).publish(made.args)
+            )
+        return
+    cfg = harness.configs(entry, made.args, kind)
+    actual = harness.run_entry(entry, made, cfg, compiler_options=harness.QUICK)
+    harness.assert_close_to_oracle(actual, made)
+
+
+@pytest.mark.parametrize(("op", "entry", "case"), CORE)
+def test_matches_oracle(op, entry, case):
+    check(op, entry, case, "float32", "testing")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("op", "entry", "case"), HALVES)
+def test_matches_oracle_in_half_precision(op, entry, case, dtype):
+    check(op, entry, case, dtype, "testing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["testing", "heuristic"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("op", "entry", "case"), CORE + REST)
+def test_matches_oracle_everywhere(op, entry, case, dtype, kind):
+    check(op, entry, case, dtype, kind)
+
+
+@pytest.mark.parametrize(("op", "entry", "case"), CORE[:1] + HALVES[:2])
+def test_matches_oracle_as_users_compile_it(op, entry, case):
+    """The heuristic config at XLA's default optimization."""
+    made = harness.problem(op, case, "float32")
+    found = harness.find_entry(op, entry)
+    cfg = harness.configs(found, made.args, "heuristic")
+    harness.assert_close_to_oracle(harness.run_entry(found, made, cfg), made)
+
+
+@pytest.mark.parametrize(("op", "entry", "case"), HALVES[:1])
+def test_same_inputs_give_the_same_bits(op, entry, case):
+    made, found = harness.problem(op, case, "float32"), harness.find_entry(op, entry)
+    cfg = harness.configs(found, made.args, "testing")
+    first, second = (
+        harness.run_entry(found, made, cfg, compiler_options=harness.QUICK) for _ in range(2)
+    )
+    same = jax.tree.map(
+        lambda a, b: (a == b).all(),
+        (first.outputs | first.gradients),
+        (second.outputs | second.gradients),
+    )
+    assert all(same.values())

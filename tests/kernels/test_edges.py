@@ -1,0 +1,179 @@
+"""What bites attention kernels: sizes, rows without a key, and garbage where nobody looks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels import kernel_registry
+from tests.kernels import harness
+
+OP = "flash_attention"
+SPEC = kernel_registry.spec(OP)
+ENTRIES = [entry.name for entry in kernel_registry.list(OP)]
+pytestmark = pytest.mark.parametrize("entry_name", ENTRIES)
+
+
+def arrays(batch, t, s, heads, groups, d, e, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "query": jax.random.normal(keys[0], (batch, t, heads, d)),
+        "key": jax.random.normal(keys[1], (batch, s, groups, d)),
+        "value": jax.random.normal(keys[2], (batch, s, groups, e)),
+    }
+
+
+def make(values):
+    return SPEC.canonicalize(SPEC.complete(values))
+
+
+def run(entry_name, args, made=None):
+    """Answer of an entry; the oracle's problem is made from the same arguments if not given."""
+    entry = harness.find_entry(OP, entry_name)
+    if (reason := entry.why_not(args)) is not None:
+        pytest.skip(f"refused: {reason}")
+    made = made or harness.solve(SPEC, args)
+    cfg = harness.configs(entry, args, "testing")
+    replaced = harness.Problem(args, made.cotangents, made.wanted, made.oracle, made.naive)
+    return harness.run_entry(entry, replaced, cfg, compiler_options=harness.QUICK), made
+
+
+SIZES = {
+    "one": (1, 1, 1, 1, 1, 1, 1),
+    "one_query": (2, 1, 37, 2, 1, 8, 8),
+    "one_key": (1, 21, 1, 2, 2, 8, 4),
+    "no_query": (2, 0, 5, 2, 1, 4, 4),
+    "no_key": (2, 5, 0, 2, 1, 4, 4),
+    "no_batch": (0, 5, 5, 2, 1, 4, 4),
+    "head_size_1": (1, 20, 20, 2, 1, 1, 3),
+    "head_size_256": (1, 17, 18, 2, 2, 256, 7),
+    "wide_values": (1, 17, 18, 1, 1, 3, 256),
+    "group_of_3": (1, 18, 18, 6, 2, 8, 8),
+    "group_of_8": (1, 18, 18, 8, 1, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(entry_name, name):
+    args = make(arrays(*SIZES[name]) | {"causal": True, "return_lse": True})
+    actual, made = run(entry_name, args)
+    harness.assert_close_to_oracle(actual, made)
+
+
+def test_no_key_with_sinks(entry_name):
+    values = arrays(1, 4, 0, 2, 1, 4, 4) | {"softmax_aux": jnp.ones((2, 3)), "return_lse": True}
+    actual, made = run(entry_name, make(values))
+    harness.assert_close_to_oracle(actual, made)
+    np.testing.assert_allclose(actual.outputs["lse"], 1 + np.log(3), rtol=1e-6)
+
+
+# Where garbage may stand without anybody seeing it: (options, queries, keys that are garbage)
+LENGTHS = jnp.asarray([0, 9, 29])  # rows of 9 and 20 of 24 tokens
+_ROWS = np.arange(24)[None] >= np.array([[9], [20]])
+_TAIL = np.arange(24)[None].repeat(2, 0) >= 17
+HIDDEN = {
+    "lengths": ({"cum_seqlens_q": LENGTHS}, _ROWS, _ROWS),
+    "segments": ({"q_segment_ids": jnp.where(_TAIL, -1, 0)}, _TAIL, _TAIL),
+    "key_padding": ({"attention_mask": jnp.asarray(~_TAIL)[:, None, None]}, None, _TAIL),
+    "window": ({"sliding_window": (30, -1), "causal": False,
+                "attention_mask": jnp.asarray(~_TAIL)[:, None, None]}, None, _TAIL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("extra", [{}, {"causal": True, "softmax_aux": jnp.ones((4, 1))}])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_garbage_that_nobody_sees_changes_nothing(entry_name, name, extra, garbage):
+    options, queries, keys = HIDDEN[name]
+    clean = arrays(2, 24, 24, 4, 2, 8, 8) | options | extra
+    made = harness.solve(SPEC, make(clean))
+    dirty = dict(clean)
+    for array, where in (("query", queries), ("key", keys), ("value", keys)):
+        if where is not None:
+            dirty[array] = jnp.where(where[:, :, None, None], garbage, clean[array])
+    actual, _ = run(entry_name, make(dirty), made)
+    harness.assert_close_to_oracle(actual, made)
+
+
+def test_garbage_in_the_future_reaches_no_earlier_query(entry_name):
+    clean = arrays(1, 24, 24, 2, 1, 8, 8) | {"causal": True}
+    made = harness.solve(SPEC, make(clean))
+    dirty = dict(clean)
+    for name in ("key", "value"):
+        dirty[name] = clean[name].at[:, 15:].set(jnp.nan)
+    actual, _ = run(entry_name, make(dirty), made)
+    assert np.isnan(actual.outputs["out"][:, 15:]).all()
+    for values, oracle in (
+        (actual.outputs["out"], made.oracle.outputs["out"]),
+        (actual.gradients["query"], made.oracle.gradients["query"]),
+    ):
+        np.testing.assert_allclose(values[:, :15], oracle[:, :15], rtol=1e-5, atol=1e-6)
+
+
+def test_garbage_in_a_visible_key_shows(entry_name):
+    dirty = arrays(1, 24, 24, 2, 1, 8, 8)
+    for name in ("query", "key", "value"):
+        args = make(dirty | {name: dirty[name].at[0, 3, 0, 2].set(jnp.nan)})
+        entry = harness.find_entry(OP, entry_name)
+        cfg = harness.configs(entry, args, "testing")[0]
+        (out,), _ = jax.jit(lambda args, cfg=cfg: entry.fn(args, cfg))(args)
+        spoiled = np.isnan(out).all(axis=-1)
+        expected = np.zeros((1, 24, 2), bool)
+        expected[(slice(None),) if name != "query" else (0, 3, 0)] = True
+        np.testing.assert_array_equal(spoiled, expected)
+
+
+def test_rows_without_a_key_give_nothing(entry_name):
+    """More queries than keys under causal: the first queries stand before every key."""
+    values = arrays(1, 20, 13, 2, 2, 8, 8) | {"causal": True, "return_lse": True}
+    actual, made = run(entry_name, make(values))
+    harness.assert_close_to_oracle(actual, made)
+    assert (actual.outputs["out"][:, :7] == 0).all()
+    assert np.isneginf(actual.outputs["lse"][..., :7]).all()
+    assert (actual.gradients["query"][:, :7] == 0).all()
+
+
+def test_only_the_lse_cotangent_reaches_sinks_of_empty_rows(entry_name):
+    mask = jnp.zeros((1, 1, 1, 18), bool)
+    values = arrays(1, 18, 18, 2, 1, 8, 8) | {
+        "attention_mask": mask,
+        "softmax_aux": jnp.asarray([[0.3, -1.0], [2.0, 0.1]]),
+        "return_lse": True,
+    }
+    actual, made = run(entry_name, make(values))
+    harness.assert_close_to_oracle(actual, made)
+    assert np.abs(actual.gradients["softmax_aux"]).max() > 1e-2
+    assert all((actual.gradients[name] == 0).all() for name in ("query", "key", "value"))
+
+
+def test_bias_of_minus_infinity_hides_a_pair(entry_name):
+    hidden = jax.random.bernoulli(jax.random.key(4), 0.4, (1, 1, 20, 20)).at[0, 0, 3].set(True)
+    clean = arrays(1, 20, 20, 2, 1, 8, 8)
+    made = harness.solve(SPEC, make(clean | {"attention_mask": ~hidden}))
+    actual, _ = run(entry_name, make(clean | {"bias": jnp.where(hidden, -jnp.inf, 0.0)}), made)
+    harness.assert_close_to_oracle(actual, made)
+
+
+def test_large_logits_do_not_overflow(entry_name):
+    values = arrays(1, 20, 20, 2, 1, 8, 8) | {"softmax_scale": 100.0, "return_lse": True}
+    actual, made = run(entry_name, make(values))
+    eps = float(jnp.finfo(jnp.float32).eps)
+    for name, value in actual.outputs.items():
+        harness.compare(name, value, made.oracle.outputs[name], made.naive.outputs[name], eps)
+    # weights are recomputed from a float32 lse of this size, so that is their relative error
+    rounding = eps * np.abs(made.oracle.outputs["lse"]).max()
+    for name, value in actual.gradients.items():
+        oracle = made.oracle.gradients[name]
+        np.testing.assert_allclose(value, oracle, rtol=0, atol=4 * rounding * np.abs(oracle).max())
+
+
+def test_block_sizes_do_not_change_the_dropped_pairs(entry_name):
+    args = make(arrays(2, 33, 29, 2, 1, 8, 8) | {"dropout_prob": 0.5, "dropout_seed": 9})
+    entry = harness.find_entry(OP, entry_name)
+    if entry.why_not(args) is not None:
+        pytest.skip("refused")
+    outs = [
+        entry.fn(args, harness.configs(entry, args, kind)[0])[0][0]
+        for kind in ("testing", "heuristic")
+    ]
+    np.testing.assert_allclose(outs[0], outs[1], rtol=1e-5, atol=1e-6)
