@@ -47,7 +47,11 @@ class _Folder:
 
 _FOLDERS = {
     Platform.TRITON: (
-        _Folder("ejkernel.kernels._triton", "triton", "Triton is not installed: pip install 'ejkernel[gpu]'"),
+        _Folder(
+            "ejkernel.kernels._triton",
+            "triton",
+            "Triton is not installed: pip install 'ejkernel[gpu]'",
+        ),
     ),
     Platform.PALLAS: (
         _Folder("ejkernel.kernels._pallas.tpu"),
@@ -56,7 +60,7 @@ _FOLDERS = {
     Platform.CUDA: (_Folder("ejkernel.kernels._cuda"),),
     Platform.CUDNN: (_Folder("ejkernel.kernels._cudnn"),),
     Platform.XLA: (_Folder("ejkernel.kernels._xla"),),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -259,7 +263,7 @@ class KernelRegistry:
         return _op_kernel.keyword_function(self.spec(op), entries[0])
 
     def validate_signatures(self) -> Sequence[str]:
-        """Differences between public functions, args types and registered kernels; empty is good."""
+        """Differences between public functions, args types and kernels; empty is good."""
         from ejkernel.kernels import _outside
 
         problems = []

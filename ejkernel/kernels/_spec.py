@@ -37,7 +37,7 @@ def hidden(default: Any) -> Any:
 
 
 def array(*, ranks: tuple[int, ...] | None = None, hint: str = "") -> Any:
-    """An optional array; `ranks` it may also have before canonicalization, `hint` for a bad rank."""
+    """An optional array; `ranks` it may also have in a call, a `hint` for a bad rank."""
     return dataclasses.field(default=None, metadata={"ranks": ranks, "hint": hint})
 
 

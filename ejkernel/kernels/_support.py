@@ -42,7 +42,7 @@ def table() -> str:
         for name in columns:
             cell = cells.get(name)
             if cell is None:
-                row.append("–")
+                row.append("no")
                 continue
             gradient = {"own": "own backward", "jax": "JAX's backward", None: "forward"}
             row.append(f"{gradient[cell['backward']]}; {cell['checked']} in `make test`")

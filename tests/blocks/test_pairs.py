@@ -20,25 +20,28 @@ SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
 BATCH, T, S, HEADS, GROUPS, D, E = 2, 7, 9, 4, 2, 2, 3
 REPEAT = HEADS // GROUPS
 
-# sizes along batch, key heads, queries, keys: one tile, uneven cuts, one element a tile
-BLOCKS = [pairs.Blocks(*sizes) for sizes in ((2, 2, 7, 9), (1, 2, 3, 4), (2, 1, 4, 8))]
+# sizes along batch, key heads, queries, keys; none but the 7 divides its axis of tokens
+BLOCKS = [pairs.Blocks(*sizes) for sizes in ((1, 2, 3, 4), (2, 1, 7, 8))]
 blocks_of = st.sampled_from(BLOCKS)
 seeds = st.integers(0, 2**16)
 
 
-def make(batch=BATCH, **options):
-    """Canonical arguments of a call; `mask_info` is unpacked as the public function does."""
+@functools.cache
+def operands(batch):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((batch, T, HEADS, D), (batch, S, GROUPS, D), (batch, S, GROUPS, E))
-    names = ("query", "key", "value")
-    arrays = {n: jax.random.normal(k, s) for n, k, s in zip(names, keys, shapes, strict=True)}
-    values = arrays | options
-    return SPEC.canonicalize(SPEC.complete(values))
+    arrays = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    return dict(zip(("query", "key", "value"), arrays, strict=True))
+
+
+def make(batch=BATCH, **options):
+    """Canonical arguments of a call; `mask_info` is unpacked as the public function does."""
+    return SPEC.canonicalize(SPEC.complete(operands(batch) | options))
 
 
 @functools.partial(jax.jit, static_argnames=("blocks", "method"))
 def all_tiles(args, blocks, method, dots=None):
-    """Every tile in both orders of axes, each with its traced indices."""
+    """Every tile in both orders of axes, each from its traced indices; and all bounds."""
     p = pairs.Pairs(args, blocks)
     shapes = {
         "ts": (blocks.b, blocks.g, p.repeat, blocks.q, blocks.k),
@@ -60,24 +63,27 @@ def all_tiles(args, blocks, method, dots=None):
         return {order: jnp.broadcast_to(x, shapes[order]) for order, x in made.items()}
 
     counts = (p.batch // blocks.b, p.groups // blocks.g, p.num_q, p.num_k)
-    return jax.lax.map(both, jnp.asarray(list(np.ndindex(*counts)), jnp.int32))
+    made = jax.lax.map(both, jnp.asarray(list(np.ndindex(*counts)), jnp.int32))
+    # blocks of keys for each block of queries, and the other way round
+    of_queries = [[p.key_bounds(b, i) for i in range(p.num_q)] for b in range(counts[0])]
+    of_keys = [[p.query_bounds(b, j) for j in range(p.num_k)] for b in range(counts[0])]
+    return made, (jnp.asarray(of_queries), jnp.asarray(of_keys))
 
 
 def padded(blocks):
     return (-(-T // blocks.q) * blocks.q, -(-S // blocks.k) * blocks.k)
 
 
-def assembled(args, blocks, method, dots=None):
+def assembled(tiles, blocks):
     """[b, h, T, S] with padding, from the tiles of each order."""
-    batch, (padded_t, padded_s) = args.query.shape[0], padded(blocks)
-    whole = (batch, GROUPS, padded_t, padded_s)
-    counts = tuple(n // size for n, size in zip(whole, blocks, strict=True))
-    for order, made in all_tiles(args, blocks, method, dots).items():
+    padded_t, padded_s = padded(blocks)
+    counts = (-1, GROUPS // blocks.g, padded_t // blocks.q, padded_s // blocks.k)
+    for order, made in tiles.items():
         made = np.asarray(made)
         made = made if order == "ts" else made.transpose(0, 1, 2, 4, 5, 3)
         made = made.reshape(*counts, blocks.b, blocks.g, REPEAT, blocks.q, blocks.k)
         made = made.transpose(0, 4, 1, 5, 6, 2, 7, 3, 8)  # b, g, r, t, s
-        yield made.reshape(batch, HEADS, padded_t, padded_s)
+        yield made.reshape(-1, HEADS, padded_t, padded_s)
 
 
 def oracle_mask(args):
@@ -169,7 +175,6 @@ OPTIONS = {
 @given(seed=seeds, blocks=blocks_of)
 @example(seed=0, blocks=BLOCKS[0])
 @example(seed=1, blocks=BLOCKS[1])
-@example(seed=2, blocks=BLOCKS[2])
 def test_visible_tiles_are_the_mask(option, seed, blocks):
     """In both orders; what is padded is hidden, and blocks outside the bounds hold no pair."""
     args = make(**OPTIONS[option](np.random.default_rng(seed)))
@@ -177,28 +182,19 @@ def test_visible_tiles_are_the_mask(option, seed, blocks):
     blocks = blocks._replace(b=min(blocks.b, batch))
     expected = np.zeros((batch, HEADS, *padded(blocks)), bool)
     expected[..., :T, :S] = oracle_mask(args)
-    for made in assembled(args, blocks, "visible"):
+    tiles, bounds = all_tiles(args, blocks, "visible")
+    for made in assembled(tiles, blocks):
         np.testing.assert_array_equal(made, expected)
-    assert_bounds_hold(args, blocks, expected)
+    assert_bounds_hold(bounds, blocks, expected)
 
 
-@functools.partial(jax.jit, static_argnames="blocks")
-def all_bounds(args, blocks):
-    """First and last block of keys for each block of queries, and the other way round."""
-    p = pairs.Pairs(args, blocks)
-    rows = range(p.batch // blocks.b)
-    of_queries = [[p.key_bounds(b, i) for i in range(p.num_q)] for b in rows]
-    of_keys = [[p.query_bounds(b, j) for j in range(p.num_k)] for b in rows]
-    return jnp.asarray(of_queries), jnp.asarray(of_keys)
-
-
-def assert_bounds_hold(args, blocks, mask):
+def assert_bounds_hold(bounds, blocks, mask):
     batch, _, t, s = mask.shape
     sizes = (batch // blocks.b, blocks.b, HEADS, t // blocks.q, blocks.q, s // blocks.k, blocks.k)
     needed = mask.reshape(sizes).any(axis=(1, 2, 4, 6))  # [nb, nq, nk]
-    for bounds, table in zip(all_bounds(args, blocks), (needed, needed.mT), strict=True):
+    for found, table in zip(bounds, (needed, needed.mT), strict=True):
         block = np.arange(table.shape[-1])
-        lower, upper = np.asarray(bounds)[..., :1], np.asarray(bounds)[..., 1:]
+        lower, upper = np.asarray(found)[..., :1], np.asarray(found)[..., 1:]
         assert not (table & ((block < lower) | (block >= upper))).any()
 
 
@@ -263,14 +259,13 @@ def oracle_logits(args, dots):
 @given(seed=seeds, blocks=blocks_of)
 @example(seed=0, blocks=BLOCKS[0])
 @example(seed=1, blocks=BLOCKS[1])
-@example(seed=2, blocks=BLOCKS[2])
 def test_logits_of_tiles(option, seed, blocks):
     rng = np.random.default_rng(seed)
     args = make(**LOGITS[option](rng))
     dots = rng.standard_normal((BATCH, HEADS, *padded(blocks))).astype(np.float32)
     split = dots.reshape(BATCH, GROUPS, REPEAT, *padded(blocks))
     expected = oracle_logits(args, dots[..., :T, :S])
-    for made in assembled(args, blocks, "logits", split):
+    for made in assembled(all_tiles(args, blocks, "logits", split)[0], blocks):
         np.testing.assert_allclose(made[..., :T, :S], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -299,24 +294,24 @@ def oracle_keep(seed, prob, batch, head):
 @SETTINGS
 @given(
     seed=st.integers(0, 2**64 - 1),
-    blocks=st.sampled_from([pairs.Blocks(*n) for n in ((2, 2, 7, 12), (1, 1, 3, 4), (2, 1, 4, 8))]),
+    blocks=st.sampled_from([pairs.Blocks(*n) for n in ((2, 2, 7, 12), (1, 1, 3, 4))]),
     offset=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 @example(seed=0, blocks=pairs.Blocks(2, 2, 7, 12), offset=(0, 0))
 @example(seed=2**40 + 17, blocks=pairs.Blocks(1, 1, 3, 4), offset=(3, 5))
-@example(seed=2**64 - 1, blocks=pairs.Blocks(2, 1, 4, 8), offset=(0, 7))
+@example(seed=2**64 - 1, blocks=pairs.Blocks(2, 2, 7, 12), offset=(0, 7))
 def test_dropout_of_tiles_is_the_mask_of_the_call(seed, blocks, offset):
     """Same mask for every block size, order and shard; kept weights are scaled up."""
     args = make(dropout_prob=0.3, dropout_seed=seed)
     args = dataclasses.replace(args, dropout_offset=jnp.asarray(offset, jnp.uint32))
     expected = oracle_keep(seed, 0.3, *offset) / (1 - 0.3)
-    for made in assembled(args, blocks, "dropout"):
+    for made in assembled(all_tiles(args, blocks, "dropout")[0], blocks):
         np.testing.assert_allclose(made[..., :T, :12], expected, rtol=1e-6)
 
 
 def test_dropout_without_offset_starts_at_zero():
-    args = make(dropout_prob=0.6, dropout_seed=5)
-    for made in assembled(args, pairs.Blocks(1, 1, 3, 4), "dropout"):
+    args, blocks = make(dropout_prob=0.6, dropout_seed=5), pairs.Blocks(1, 1, 3, 4)
+    for made in assembled(all_tiles(args, blocks, "dropout")[0], blocks):
         np.testing.assert_array_equal(made[..., :T, :12] > 0, oracle_keep(5, 0.6, 0, 0))
 
 

@@ -137,7 +137,9 @@ def test_the_threshold_is_a_floor_and_the_word_itself_is_kept():
     first = int(xla_words(seed, (zero,) * 4)[0])
 
     def kept(prob):
-        mask = philox.keep(seed, prob, batch=zero, head=zero, query=zero, first_key=zero, num_keys=4)
+        mask = philox.keep(
+            seed, prob, batch=zero, head=zero, query=zero, first_key=zero, num_keys=4
+        )
         return bool(mask[0])
 
     assert kept(first / 2**32)

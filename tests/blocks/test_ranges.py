@@ -124,7 +124,7 @@ def test_the_range_of_consecutive_positions_is_exact(shift, window, size):
 @example(cuts=[0, 0, 6], size=(3, 4))
 @example(cuts=[0, 0, 0], size=(12, 12))
 def test_the_range_of_sorted_segments_is_exact(cuts, size):
-    """Ids that never decrease, then padding: blocks of other segments and of padding are skipped."""
+    """Ids in order, then padding: blocks of other segments and of padding are skipped."""
     ids = np.searchsorted(np.sort(cuts), np.arange(LENGTH), side="right").astype(np.int32)
     ids = np.tile(np.where(ids < 3, ids, -1), (ROWS, 1)).astype(np.int32)
     pos = np.zeros_like(ids)

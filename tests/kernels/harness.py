@@ -79,7 +79,9 @@ def _answer(spec: OpSpec, args: Any, cotangents: Any, wanted: tuple[str, ...]) -
 
     def both(*values: jax.Array) -> Any:
         outputs, pull = jax.vjp(of_wanted, *values)
-        return outputs, pull(tuple(c.astype(o.dtype) for c, o in zip(cotangents, outputs)))
+        return outputs, pull(
+            tuple(c.astype(o.dtype) for c, o in zip(cotangents, outputs, strict=True))
+        )
 
     # one compilation is quicker than one for every operation; ids and lengths stay concrete
     point = tuple(arrays[name] for name in wanted)

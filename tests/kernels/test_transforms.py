@@ -9,7 +9,6 @@ import pytest
 
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import flash_attention
-from tests.kernels import harness
 
 OP = "flash_attention"
 SPEC = kernel_registry.spec(OP)

@@ -1,4 +1,4 @@
-"""The oracle of attention: dense, one line a rule, in the precision of its inputs (at least f32)."""
+"""The oracle of attention: dense, a line a rule, in the precision of its inputs (f32 at least)."""
 
 import jax
 import jax.numpy as jnp

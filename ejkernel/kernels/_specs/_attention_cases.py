@@ -122,7 +122,7 @@ def cases() -> tuple[_spec.Case, ...]:
 
 
 def changes() -> dict[str, Any]:
-    """For each option, public arguments that set it on the plain case; tests look for the effect."""
+    """For each option, arguments that set it on the plain case; tests look for the effect."""
     batch, t, s, heads, *_ = _SHAPES["square"]
     keys = iter(jax.random.split(jax.random.key(23), 8))
     ids = {"q_segment_ids": jnp.asarray(_segments(batch, t))}

@@ -1,4 +1,4 @@
-"""`Kernel`, the unit the executor runs; `Implementation`, one way to run it; `Invocation`, one call."""
+"""`Kernel`, what the executor runs; `Implementation`, one way to run it; `Invocation`, a call."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class Implementation:
 
     name: str  # "triton/gpu"; a tuned choice remembers it
     forward: Callable[[Any, Any], tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
-    # (args, cfg, outputs, residuals, cotangents, wanted) -> gradients by name; None: not implemented
+    # (args, cfg, outputs, residuals, cotangents, wanted) -> gradients by name; None: there is none
     backward: Callable[..., dict[str, jax.Array]] | None = None
     version: int = 1
     why_not: Callable[[Any, str], str | None] = lambda args, direction: None
@@ -107,8 +107,8 @@ class Invocation(Generic[Cfg, Out]):
 class Kernel(Generic[Cfg, Out]):
     """An operation with one or more implementations; subclass it to bring your own.
 
-    Define `run` or any of `run_{triton,pallas,cuda,cudnn,xla}` / `run_{gpu,tpu,cpu}`, each called as
-    `run(*args, cfg=cfg, **kwargs)`, and `heuristic_cfg`. `custom_vjp(primals, cfg, kwargs,
+    Define `run` or any of `run_{triton,pallas,cuda,cudnn,xla}` and `run_{gpu,tpu,cpu}`, each called
+    as `run(*args, cfg=cfg, **kwargs)`, and `heuristic_cfg`. `custom_vjp(primals, cfg, kwargs,
     cotangents)` gives the gradients of the positional arguments; without it JAX differentiates.
     """
 
@@ -164,8 +164,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def derivative_parts(self, args: Any) -> dict[str, Any]:
         """The op's share of its derivative rule (see `autodiff.Rule`)."""
-        (positional, kwargs) = args.call()
-        count = sum(hasattr(x, "shape") for x in jax.tree.leaves(positional))
+        count = sum(hasattr(x, "shape") for x in jax.tree.leaves(args.call()[0]))
 
         def formula(args: CallArgs) -> tuple[jax.Array, ...]:
             positional, kwargs = args.call()

@@ -1,6 +1,7 @@
-"""The one `shard_map`: a call's `mesh`, `in_specs` and `out_specs`, or the shardings of its types."""
+"""The one `shard_map`: a call's `mesh`, `in_specs`, `out_specs`, or the shardings of its types."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -106,44 +107,40 @@ def _split_axes(
             raise ValueError(f"`{op}`: `in_specs` has a spec for `{name}`, which is None.")
         if len(spec) > len(layout.arrays[name]):
             raise ValueError(f"`{op}`: the spec of `{name}`, {spec}, is longer than its rank.")
-        for axis, part, size in zip(layout.arrays[name], spec, arrays[name].shape, strict=False):
-            over = _axis_names(part)
-            if not over:
-                continue
-            if axis not in layout.shardable:
-                raise ValueError(
-                    f"`{op}`: `in_specs` splits axis {axis!r} of `{name}` over {over}, but the op "
-                    f"reduces over it or needs it whole; {layout.instead}."
-                )
-            axis = layout.aliases.get(axis, axis)
-            if split.setdefault(axis, over) != over:
-                raise ValueError(
-                    f"`{op}`: axis {axis!r} is split over {split[axis]} and, for `{name}`, {over}."
-                )
-            count = 1
-            for mesh_axis in over:
-                if mesh_axis not in mesh.shape:
+        for axis, part in zip(layout.arrays[name], spec, strict=False):
+            if over := _axis_names(part):
+                _check_axis(op, layout, mesh, name, axis, over)
+                axis = layout.aliases.get(axis, axis)
+                if split.setdefault(axis, over) != over:
                     raise ValueError(
-                        f"`{op}`: the spec of `{name}` names mesh axis {mesh_axis!r}; "
-                        f"the mesh has {tuple(mesh.shape)}."
+                        f"`{op}`: axis {axis!r} is split over {split[axis]} and, for `{name}`, "
+                        f"over {over}."
                     )
-                count *= mesh.shape[mesh_axis]
-            if size % count:
-                raise ValueError(
-                    f"`{op}`: axis {axis!r} of `{name}` has {size} elements, "
-                    f"which {count} devices do not divide."
-                )
-    for name, axes in layout.arrays.items():
-        for axis, size in zip(axes, arrays[name].shape if name in arrays else (), strict=False):
+    for name, array in arrays.items():
+        for axis, size in zip(layout.arrays[name], array.shape, strict=True):
             over = split.get(layout.aliases.get(axis, axis), ())
-            count = 1
-            for mesh_axis in over:
-                count *= mesh.shape[mesh_axis]
+            count = math.prod(mesh.shape[mesh_axis] for mesh_axis in over)
             if size > 1 and size % count:
                 raise ValueError(
-                    f"`{op}`: {count} devices split axis {axis!r}, and `{name}` has {size} of it."
+                    f"`{op}`: {count} devices do not divide the {size} elements of axis {axis!r} "
+                    f"of `{name}`."
                 )
     return split
+
+
+def _check_axis(
+    op: str, layout: Layout, mesh: Mesh, name: str, axis: str, over: tuple[str, ...]
+) -> None:
+    if axis not in layout.shardable:
+        raise ValueError(
+            f"`{op}`: `in_specs` splits axis {axis!r} of `{name}` over {over}, but the op reduces "
+            f"over it or needs it whole; {layout.instead}."
+        )
+    if unknown := [mesh_axis for mesh_axis in over if mesh_axis not in mesh.shape]:
+        raise ValueError(
+            f"`{op}`: the spec of `{name}` names mesh axes {unknown}; the mesh has "
+            f"{tuple(mesh.shape)}."
+        )
 
 
 def _spec(

@@ -19,7 +19,11 @@ class Timing:
 
 
 def measure(
-    fn: Callable[[], Any], *, num_warmup: int = 1, num_iters: int = 10, budget_s: float | None = None
+    fn: Callable[[], Any],
+    *,
+    num_warmup: int = 1,
+    num_iters: int = 10,
+    budget_s: float | None = None,
 ) -> Timing:
     """Times `fn()` until its results are ready; stops early when the budget is used up."""
     for _ in range(max(num_warmup, 1)):

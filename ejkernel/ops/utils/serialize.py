@@ -12,7 +12,7 @@ import numpy as np
 
 def to_builtins(value: Any) -> Any:
     """Plain lists, dicts, numbers and strings that stand for a value."""
-    if value is None or isinstance(value, bool | int | float | str) and type(value) in _PLAIN:
+    if value is None or type(value) in _PLAIN:
         return value
     if isinstance(value, enum.Enum):
         return to_builtins(value.value)
@@ -26,7 +26,7 @@ def to_builtins(value: Any) -> Any:
         return [to_builtins(v) for v in value]
     if isinstance(value, np.generic):
         return to_builtins(value.item())
-    if isinstance(value, np.dtype) or isinstance(value, type) and issubclass(value, np.generic):
+    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return np.dtype(value).name
     if isinstance(value, jax.Array | np.ndarray):
         array = np.asarray(value)

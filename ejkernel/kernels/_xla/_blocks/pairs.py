@@ -45,7 +45,7 @@ def wide(dtype: Any) -> Any:
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """x with 0 for what is not finite: a masked pair multiplies it by zero, and 0 * nan is nan."""
+    """Zeros for what is not finite: a masked pair multiplies it by zero, and 0 * nan is nan."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 

@@ -54,7 +54,7 @@ def finish(state: State) -> tuple[jax.Array, jax.Array]:
 def merge(
     out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of two sets of keys, from its parts; lse [..., t], out [..., t, e]."""
+    """Attention over the union of two sets of keys; lse [..., t], out [..., t, e]."""
     m = shift(jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b)))
     weight_a, weight_b = _exp(lse_a, m), _exp(lse_b, m)
     total = weight_a + weight_b

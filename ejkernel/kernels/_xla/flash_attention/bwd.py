@@ -90,7 +90,7 @@ def backward(
 
 
 def _rows(args: Any, outputs, residuals, cotangents) -> tuple[jax.Array, jax.Array]:
-    """lse and delta = sum(out * dout) - dlse, [b, h, t]."""
+    """The rows' lse, and delta = sum(out * dout) - dlse; [b, h, t]."""
     (lse,) = residuals
     dtype = lse.dtype
     delta = jnp.einsum("bthe,bthe->bht", outputs[0].astype(dtype), cotangents[0].astype(dtype))

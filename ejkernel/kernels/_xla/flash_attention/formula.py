@@ -17,8 +17,8 @@ _ROWS = 256
 
 def flash_attention(args: Any) -> tuple[jax.Array, ...]:
     """Outputs of `flash_attention`."""
-    batch, t, num_q_heads, _ = args.query.shape
-    out, lse, _ = attend(args, min(_ROWS, max(t, 1)), with_weights=False)
+    rows = min(_ROWS, max(args.query.shape[1], 1))
+    out, lse, _ = attend(args, rows, with_weights=False)
     return (out, lse) if args.return_lse else (out,)
 
 

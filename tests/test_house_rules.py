@@ -1,0 +1,314 @@
+"""Rules about the source that no linter of the test environment checks."""
+
+import ast
+import difflib
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+import ejkernel.modules
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = sorted((ROOT / "ejkernel").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+BACKENDS = ("_triton", "_pallas", "_xla", "_cuda", "_cudnn")
+# The first may not import any of the others, nor what lies under them.
+FORBIDDEN = {
+    "ejkernel.errors": ("ejkernel",),
+    "ejkernel._settings": tuple(f"ejkernel.{n}" for n in ("_device", "ops", "kernels", "modules")),
+    "ejkernel._device": ("ejkernel.ops", "ejkernel.kernels", "ejkernel.modules"),
+    "ejkernel.ops": ("ejkernel.kernels", "ejkernel.modules"),
+    "ejkernel.kernels": ("ejkernel.modules",),
+    "ejkernel.xla_utils": ("ejkernel.ops", "ejkernel.kernels", "ejkernel.modules"),
+    "ejkernel.types": ("ejkernel.ops", "ejkernel.kernels", "ejkernel.modules"),
+    "ejkernel.callib": ("ejkernel.ops", "ejkernel.kernels", "ejkernel.modules"),
+} | {
+    f"ejkernel.kernels.{one}": tuple(f"ejkernel.kernels.{b}" for b in BACKENDS if b != one)
+    for one in BACKENDS
+}
+
+
+@functools.cache
+def parse(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+def where(path, node=None):
+    return f"{path.relative_to(ROOT)}" + (f":{node.lineno}" if node is not None else "")
+
+
+def walk(paths, *kinds):
+    for path in paths:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, kinds):
+                yield path, node
+
+
+def dotted(node):
+    """"a.b.c" of an attribute chain, else ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+# Exceptions
+
+
+def blind(node):
+    """Whether an exception type catches everything."""
+    types_ = node.elts if isinstance(node, ast.Tuple) else [node]
+    return node is None or any(dotted(t) in ("Exception", "BaseException") for t in types_)
+
+
+def is_silent(handler):
+    """A handler of everything that neither raises nor looks at what it caught."""
+    inside = [node for statement in handler.body for node in ast.walk(statement)]
+    raises = any(isinstance(node, ast.Raise) for node in inside)
+    looks = handler.name and any(
+        isinstance(node, ast.Name) and node.id == handler.name for node in inside
+    )
+    return blind(handler.type) and not raises and not looks
+
+
+def silences(call):
+    return dotted(call.func).endswith("suppress") and any(map(blind, call.args))
+
+
+def test_no_exception_is_swallowed():
+    handlers = walk(PACKAGE + TESTS, ast.ExceptHandler)
+    calls = walk(PACKAGE + TESTS, ast.Call)
+    found = [where(path, node) for path, node in handlers if is_silent(node)]
+    found += [where(path, node) for path, node in calls if silences(node)]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "silent"),
+    [
+        ("try: f()\nexcept: pass", True),
+        ("try: f()\nexcept Exception: x = 1", True),
+        ("try: f()\nexcept (ValueError, BaseException): x = 1", True),
+        ("try: f()\nexcept Exception as error: x = 1", True),
+        ("try: f()\nexcept Exception as error: log(error)", False),
+        ("try: f()\nexcept Exception: raise", False),
+        ("try: f()\nexcept ValueError: pass", False),
+    ],
+)
+def test_the_rule_about_exceptions_finds_them(source, silent):
+    (handler,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ExceptHandler))
+    assert is_silent(handler) == silent
+
+
+# Tests
+
+
+def names_of(target):
+    return [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def is_attention_input(name):
+    return name.lower() in ("q", "k", "v", "query", "key", "value", "keys", "values", "queries")
+
+
+def shares_inputs(assign):
+    """`q = k = v`, `k = q`, `q, k, v = (x,) * 3` or `q, k, v = x, x, x`."""
+    inputs = [n for target in assign.targets for n in names_of(target) if is_attention_input(n)]
+    value = assign.value
+    if not inputs:
+        return False
+    if len(assign.targets) > 1 and len(inputs) > 1:
+        return True
+    if isinstance(value, ast.Name) and is_attention_input(value.id):
+        return value.id not in inputs
+    if len(inputs) > 1 and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        return any(isinstance(side, ast.Tuple | ast.List) for side in (value.left, value.right))
+    if len(inputs) > 1 and isinstance(value, ast.Tuple | ast.List):
+        sources = [ast.dump(e) for e in value.elts]
+        return len(set(sources)) < len(sources)
+    return False
+
+
+def test_inputs_of_attention_are_independent():
+    paths = [path for path in TESTS if path.name != "test_seed_examples.py"]
+    found = [where(p, n) for p, n in walk(paths, ast.Assign) if shares_inputs(n)]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "shared"),
+    [
+        ("q = k = v = x", True),
+        ("query = key = x", True),
+        ("k = q", True),
+        ("q, k, v = (x,) * 3", True),
+        ("q, k, v = [x] * 3", True),
+        ("q, k, v = x, x, x", True),
+        ("q, k, v = make(1), make(1), make(2)", True),
+        ("q, k, v = (f(key) for key in keys)", False),
+        ("q, k, v = x, y, z", False),
+        ("a = b = x", False),
+        ("k = k[:, None]", False),
+        ("key = jax.random.key(0)", False),
+        ("q = 2 * x", False),
+    ],
+)
+def test_the_rule_about_inputs_finds_them(source, shared):
+    assert shares_inputs(ast.parse(source).body[0]) == shared
+
+
+def own_checks(tree):
+    """Names of the functions of a file that assert something, directly or by another of them."""
+    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    checks: set[str] = set()
+    while more := {n for n, f in functions.items() if n not in checks and asserts(f, checks)}:
+        checks |= more
+    return checks
+
+
+def asserts(function, checks):
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            return True
+        if isinstance(node, ast.Call):
+            last = dotted(node.func).rpartition(".")[2].lstrip("_")
+            if last in ("raises", "warns", "fail") or last.startswith(("assert", "check")):
+                return True
+            if dotted(node.func) in checks:
+                return True
+    return False
+
+
+def test_every_test_asserts():
+    found = []
+    for path in TESTS:
+        checks = own_checks(parse(path))
+        for node in ast.walk(parse(path)):
+            is_test = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if is_test and node.name not in checks:
+                found.append(where(path, node))
+    assert not found
+
+
+def test_the_rule_about_asserting_finds_them():
+    tree = ast.parse(
+        "def helper(): assert x\n"
+        "def test_a(): run()\n"
+        "def test_b(): helper()\n"
+        "def test_c(): np.testing.assert_allclose(x, y)\n"
+        "def test_d():\n  with pytest.raises(ValueError): run()\n"
+    )
+    assert own_checks(tree) == {"helper", "test_b", "test_c", "test_d"}
+
+
+# The package
+
+
+def test_the_environment_is_read_in_one_place():
+    found = [
+        where(path, node)
+        for path, node in walk(PACKAGE, ast.Attribute, ast.ImportFrom)
+        if path.name != "_settings.py"
+        and (
+            dotted(node) in ("os.environ", "os.getenv", "os.environb")
+            or (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "os"
+                and {a.name for a in node.names} & {"environ", "getenv", "environb"}
+            )
+        )
+    ]
+    assert not found
+
+
+def test_nothing_prints():
+    calls = walk(PACKAGE, ast.Call)
+    assert not [where(p, n) for p, n in calls if dotted(n.func) in ("print", "pprint.pprint")]
+
+
+def test_imports_are_absolute_and_annotations_are_values():
+    found = [
+        where(path, node)
+        for path, node in walk(PACKAGE, ast.ImportFrom)
+        if node.level or (node.module == "__future__" and node.names[0].name == "annotations")
+    ]
+    assert not found
+
+
+def test_files_are_short():
+    lengths = {where(path): len(path.read_text().splitlines()) for path in PACKAGE}
+    assert not {path: length for path, length in lengths.items() if length > 500}
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(node):
+    """The modules that an import names; a name imported from a module may be one too."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
+def under(module, package):
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_imports_go_one_way():
+    found = []
+    for path, node in walk(PACKAGE, ast.Import, ast.ImportFrom):
+        for room, others in FORBIDDEN.items():
+            if not under(module_of(path), room):
+                continue
+            found += [
+                f"{where(path, node)} imports {name}"
+                for name in imported(node)
+                if any(under(name, other) for other in others)
+            ]
+    assert not found
+
+
+def test_public_things_have_docstrings():
+    missing = []
+    for name in ejkernel.modules.__all__:
+        thing = getattr(ejkernel.modules, name)
+        # a dataclass without one gets its signature as docstring
+        made_up = isinstance(thing, type) and (thing.__doc__ or "").startswith(f"{name}(")
+        if not (thing.__doc__ or "").strip() or made_up:
+            missing.append(name)
+    assert not missing
+
+
+def test_public_functions_explain_every_argument_once():
+    text = ejkernel.modules.flash_attention.__doc__
+    function = ejkernel.modules.flash_attention
+    assert isinstance(function, types.FunctionType)
+    names = function.__code__.co_varnames[
+        : function.__code__.co_argcount + function.__code__.co_kwonlyargcount
+    ]
+    explained = [line.partition(":")[0].strip() for line in text.splitlines()]
+    assert [name for name in names if explained.count(name) != 1] == []
+
+
+def test_generated_files_are_up_to_date():
+    # in a process of its own: other tests register kernels
+    program = (
+        "import json; from ejkernel.kernels import _support; "
+        "print(json.dumps({str(p): t for p, t in _support.files().items()}))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = json.loads(done.stdout)
+    assert {pathlib.Path(path).name for path in files} == {"README.md", "support_matrix.json"}
+    for path, text in files.items():
+        current = pathlib.Path(path).read_text()
+        difference = difflib.unified_diff(current.splitlines(), text.splitlines(), lineterm="")
+        assert current == text, "run `make matrix`:\n" + "\n".join(difference)
