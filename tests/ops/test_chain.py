@@ -160,7 +160,7 @@ def test_error_names_op_shapes_and_tiers(chain):
 
 def test_one_refusal_is_one_error(chain):
     kernel = Versioned(implementation("only", reason="needs a longer query"))
-    with pytest.raises(UnsupportedError, match="versioned.*only: needs a longer query"):
+    with pytest.raises(UnsupportedError, match=r"versioned.*only: needs a longer query"):
         chain.choose(Invocation(kernel=kernel, args=(X,)))
 
 

@@ -195,7 +195,7 @@ def test_a_refused_argument_is_not_remembered(executor, counted):
     for _ in range(2):
         with pytest.raises(ValueError, match="logits_soft_cap"):
             executor(flash, q, k, v, logits_soft_cap=-1.0)
-        with pytest.raises(TypeError, match="`flash_attention`.*casual"):
+        with pytest.raises(TypeError, match=r"`flash_attention`.*casual"):
             executor(flash, q, k, v, casual=True)
     assert len(executor._programs) == 0
 

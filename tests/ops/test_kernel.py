@@ -162,7 +162,7 @@ def test_name_and_op_id_are_one_thing():
 
     assert Named("x").op_id == Named(op_id="x").name == "x"
     assert Named().name == "Named"
-    with pytest.raises(ValueError, match="'x'.*'y'"):
+    with pytest.raises(ValueError, match=r"'x'.*'y'"):
         Named("x", op_id="y")
 
 

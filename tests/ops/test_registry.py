@@ -166,7 +166,7 @@ def test_get_of_what_is_not_there_says_why():
         kernel_registry.get(OP, Platform.CUDNN)
     with pytest.raises(ValueError, match=r"no op 'flush_attention'.*flash_attention"):
         kernel_registry.get("flush_attention")
-    with pytest.raises(TypeError, match="`flash_attention`.*causual"):
+    with pytest.raises(TypeError, match=r"`flash_attention`.*causual"):
         kernel_registry.get(OP)(Q, K, V, causual=True)
 
 
@@ -357,11 +357,11 @@ def test_a_new_op_is_made_from_its_function():
 def test_a_new_op_checks_its_annotations():
     kernel_registry.register("scaled_sum", "xla", "any")(scaled_sum)
     function = kernel_registry.get("scaled_sum")
-    with pytest.raises(ValueError, match="`scaled_sum`: `y`.*d=2"):
+    with pytest.raises(ValueError, match=r"`scaled_sum`: `y`.*d=2"):
         function(jnp.ones((3, 2)), jnp.ones((3, 4)))
     with pytest.raises(TypeError, match="`scaled_sum`: `x`"):
         function(1.0, jnp.ones((3, 4)))
-    with pytest.raises(TypeError, match="`scaled_sum`.*tims"):
+    with pytest.raises(TypeError, match=r"`scaled_sum`.*tims"):
         function(jnp.ones((3, 2)), jnp.ones((3, 2)), tims=2.0)
 
 

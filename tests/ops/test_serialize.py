@@ -101,7 +101,7 @@ def test_plain_form_of_a_value(value, expected):
 
 
 def test_what_cannot_be_written_is_an_error():
-    with pytest.raises(TypeError, match="`to_json`.*object"):
+    with pytest.raises(TypeError, match=r"`to_json`.*object"):
         to_json(object())
 
 
