@@ -26,7 +26,12 @@ Arrays = tuple[jax.Array, ...]
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 ours = functools.partial(flash_attention, causal=True)
-theirs = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
+
+
+def theirs(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """JAX's own attention, in the float32 that ours promises: some devices default to less."""
+    with jax.default_matmul_precision("highest"):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
 class Witness(ConfigSelectorChain):

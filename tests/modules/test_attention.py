@@ -159,6 +159,15 @@ def test_empty_axes(t, s, batch):
         assert not out.any()
 
 
+@pytest.mark.parametrize(("s", "batch"), [(0, B), (S, 0)])
+def test_forward_mode_of_flash_attention_on_empty_axes(s, batch):
+    """Its formula is this op's: what has no key, or no row, has no tangent."""
+    q, k, v = operands(T, s, batch)
+    out, tangent = jax.jvp(lambda q: flash_attention(q, k, v), (q,), (normal(9, q.shape),))
+    assert out.shape == tangent.shape == (batch, T, H, E)
+    assert not tangent.any()
+
+
 def test_the_executor_and_the_function_are_one():
     q, k, v = operands()
     executor = create_default_executor()

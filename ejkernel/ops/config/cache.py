@@ -1,6 +1,25 @@
-"""Configurations remembered in this process."""
+"""Configurations remembered in this process, and the overlay of a `with` block."""
 
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jax
+
+from ejkernel.ops.utils import serialize
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A measured choice: whose configuration it is, and what was seen."""
+
+    implementation: str
+    version: int
+    config: Any
+    times_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class ConfigCache:
@@ -17,6 +36,9 @@ class ConfigCache:
     def get(self, key: Any) -> Any | None:
         return self._values.get(key)
 
+    def items(self) -> list[tuple[Any, Any]]:
+        return list(self._values.items())
+
     def clear(self) -> None:
         self._values.clear()
         self.generation += 1
@@ -26,3 +48,39 @@ class ConfigCache:
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+class _Overlay:
+    """Configurations frozen when a block is entered; equal by content, for jit's key."""
+
+    def __init__(self, values: dict[Any, Any]):
+        self.values = values
+        text = serialize.stable_json({str(k): [type(v).__name__, v] for k, v in values.items()})
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Overlay) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+_overlay = jax.make_user_context(default_value=None)
+
+
+def overlaid(key: Any) -> Any | None:
+    """The configuration that the innermost overlay has for a key."""
+    overlay = _overlay.value
+    return None if overlay is None else overlay.values.get(key)
+
+
+@contextlib.contextmanager
+def overlay_cache(cache: ConfigCache | Mapping[Any, Any]) -> Iterator[None]:
+    """Puts configurations before all remembered ones inside a `with` block.
+
+    The content is taken on entry. Functions jitted outside are traced again inside, and keep each
+    their own configuration. Inner overlays hide outer ones key by key.
+    """
+    outer = _overlay.value.values if _overlay.value is not None else {}
+    with _overlay(_Overlay({**outer, **dict(cache.items())})):
+        yield

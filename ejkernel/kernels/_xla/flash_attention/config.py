@@ -6,11 +6,11 @@ from typing import Any
 
 from ejkernel._device import Target
 from ejkernel.kernels._xla._blocks.pairs import Blocks
-from ejkernel.ops.core.kernel import FORWARD
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
-# A CPU wants the tile of logits near its last-level cache: 512 x 256 logits of 8 heads in float32
-# are 4 MiB; with 2 cores of an AMD EPYC, 1 MiB loses 10-40 % and 8 MiB 10-25 %.
-_CPU_TILE = 1 << 20
+# A CPU wants the tile of logits in its cache: 512 x 256 of 8 heads in float32 forward (4 MiB), and
+# half of that backward, which holds two tiles (2 cores of an AMD EPYC, docs/measured.md).
+_CPU_TILE = {FORWARD: 1 << 20, BACKWARD: 1 << 19}
 # Elsewhere a tile only has to fill the device and leave memory for the rest.
 _WIDE_TILE = 1 << 26
 
@@ -59,14 +59,14 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
     """Measured on 2 cores of an AMD EPYC, float32, 8 heads, d=64 (docs/measured.md)."""
     t, s = args.query.shape[1], args.key.shape[1]
     most_q, most_k = (512, 256) if direction == FORWARD else (256, 512)
-    tile = _CPU_TILE if target.kind == "cpu" else _WIDE_TILE
+    tile = _CPU_TILE[direction] if target.kind == "cpu" else _WIDE_TILE
     return _with_rows(args, _even(t, most_q), _even(s, most_k), tile)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """The heuristic's neighbours; a tuner measures them."""
     t, s = args.query.shape[1], args.key.shape[1]
-    tile = _CPU_TILE if target.kind == "cpu" else _WIDE_TILE
+    tile = _CPU_TILE[direction] if target.kind == "cpu" else _WIDE_TILE
     sizes = ((512, 256), (256, 512), (512, 512), (256, 256), (128, 128), (1024, 1024))
     made = [_with_rows(args, _even(t, q), _even(s, k), tile) for q, k in sizes]
     return tuple(dict.fromkeys([heuristic(args, direction, target), *made]))
