@@ -30,7 +30,8 @@ def describe(device: jax.Device) -> Target:
     )
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
+    """The device that a call without placement runs on."""
     device = jax.config.jax_default_device
     if isinstance(device, str):
         return jax.devices(device)[0]
@@ -52,12 +53,12 @@ def find(mesh: Any = None) -> Target:
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if abstract is not None:
         return Target(kind=_KINDS.get(abstract.platform, "gpu"), model=abstract.device_kind)
-    return describe(_default_device())
+    return describe(default_device())
 
 
 def device_kind() -> str:
     """`"gpu"`, `"tpu"` or `"cpu"`: the kind of the default device."""
-    return describe(_default_device()).kind
+    return describe(default_device()).kind
 
 
 def get_device_platform() -> str:

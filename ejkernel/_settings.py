@@ -149,6 +149,8 @@ def override(**values: Any) -> Iterator[Settings]:
         metadata = fields[name].metadata
         text = str(int(value)) if isinstance(value, bool) else str(value)
         try:
+            if value is None and fields[name].default is not None:
+                raise ValueError(value)
             if value is not None:
                 values[name] = metadata["parse"](text)
         except (ValueError, KeyError):

@@ -5,11 +5,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from ejkernel import _settings
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _oracle, _spec
 from ejkernel.kernels._registry import KernelEntry, Platform, _member, kernel_registry
 from ejkernel.ops.config.selection import refusal
-from ejkernel.ops.core.kernel import Implementation, Invocation, Kernel, Request
+from ejkernel.ops.core.kernel import (
+    FORWARD,
+    Implementation,
+    Invocation,
+    Kernel,
+    Request,
+    concrete_call,
+)
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.execution.executor import default_executor
 
@@ -36,7 +45,7 @@ class OpKernel(Kernel):
         return kernel_registry.spec(self.op)
 
     def cache_token(self) -> Any:
-        return type(self)
+        return type(self), kernel_registry.generation
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
         try:
@@ -114,6 +123,42 @@ class OpKernel(Kernel):
             "residual_names": spec.residuals,
         }
 
+    def example_inputs(self, inv: Invocation) -> Any:
+        concrete = concrete_call(inv)
+        return self.spec.example(inv.call) if concrete is None else concrete
+
+    def check_candidate(
+        self, inv: Invocation, implementation: Implementation, config: Any
+    ) -> str | None:
+        """Compares a candidate with the oracle on a reduced twin of the call."""
+        block = max(getattr(config, "block_q", 1), getattr(config, "block_k", 1), 16)
+        args = self.spec.reduced(inv.call, block)
+        if args is None:
+            return None
+        wanted = tuple(n for n in args.arrays() if n in inv.wanted)
+        shapes = {n: (x.shape, str(x.dtype)) for n, x in args.arrays().items()}
+        key = str((self.op, wanted, shapes, args.statics()))
+        if key not in _solved:
+            _solved.clear()  # candidates of one call come one after another
+            _solved[key] = _oracle.solve(self.spec, args, wanted)
+        problem = _solved[key]
+
+        @jax.jit
+        def run(args: Any, cotangents: Any) -> Any:
+            if inv.direction == FORWARD:
+                return implementation.forward(args, config)[0], {}
+            guess = implementation.heuristic(args, FORWARD)
+            outputs, residuals = implementation.forward(args, guess)
+            return outputs, implementation.backward(
+                args, config, outputs, residuals, cotangents, inv.wanted
+            )
+
+        outputs, gradients = run(problem.args, problem.cotangents)
+        gradients = {name: gradients[name] for name in wanted if name in gradients}
+        return _oracle.mismatch(
+            _oracle.answer(self.spec, args, outputs, gradients), problem
+        )
+
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         entries = kernel_registry.list(self.op)
         if inv.platform != "auto":
@@ -122,6 +167,9 @@ class OpKernel(Kernel):
                 reason = kernel_registry.missing(self.op, inv.platform)
                 raise refusal(inv, {inv.platform: reason})
         return [entry.implementation(inv.target) for entry in entries]
+
+
+_solved: dict[str, _oracle.Problem] = {}
 
 
 class _EntryKernel(OpKernel):

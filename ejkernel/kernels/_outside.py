@@ -17,14 +17,15 @@ _EMPTY = inspect.Parameter.empty
 def adapt(registry: Any, op: str, fn: Callable[..., Any]) -> dict[str, Any]:
     """Entry options for a keyword function; a new op is defined from its signature."""
     parameters = _parameters(op, fn)
-    if op not in registry.ops():
-        registry.define(_new_op(op, fn, parameters))
-    spec = registry.spec(op)
+    new = op not in registry.ops()
+    spec = _new_op(op, fn, parameters) if new else registry.spec(op)
     fields = _spec.public_fields(spec.args)
     required = [f.name for f in fields if f.default is dataclasses.MISSING]
     optional = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     if differences := _differences(parameters, required, optional):
         raise TypeError(f"`{op}`: {fn.__name__} does not fit the op: {'; '.join(differences)}.")
+    if new:
+        registry.define(spec, from_signature=True)
     computed = {f.name for f in fields if f.metadata.get("computed")}
     taken = [p.name for p in parameters if p.default is not _EMPTY and p.name in optional]
 
@@ -42,7 +43,7 @@ def _parameters(op: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise TypeError(
-                f"`{op}`: {fn.__name__} takes *{parameter.name}, so nobody can tell which "
+                f"`{op}`: {fn.__name__} takes {str(parameter).partition(':')[0]}, so nobody can tell which "
                 "arguments it acts on; name them."
             )
     return parameters

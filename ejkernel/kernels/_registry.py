@@ -10,6 +10,8 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from ejkernel import _device
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _spec
@@ -124,6 +126,10 @@ class KernelEntry:
             f"{self.config.Config.__qualname__}; got {override!r}."
         )
 
+    def decode(self, args: Any, direction: str, plain: Any) -> Any:
+        """A config from plain values; unknown or impossible values are refused."""
+        return msgspec.convert(plain, self.config.Config)
+
     def implementation(self, target: _device.Target | None) -> Implementation:
         return Implementation(
             name=self.name,
@@ -134,6 +140,7 @@ class KernelEntry:
             heuristic=functools.partial(self.heuristic, target=target),
             candidates=functools.partial(self.candidates, target=target),
             configure=functools.partial(self.configure, target=target),
+            decode=self.decode,
             derivative=self.derivative,
         )
 
@@ -146,6 +153,8 @@ class KernelRegistry:
         self._specs: dict[str, _spec.OpSpec] = {}
         self._missing: dict[tuple[str, Platform], str] = {}
         self._loaded: set[str] = set()
+        self._from_signature: set[str] = set()
+        self.generation = 0  # a change of the entries makes programs choose again
 
     # Operations
 
@@ -160,11 +169,13 @@ class KernelRegistry:
     def ops(self) -> Sequence[str]:
         return sorted({*_packaged_ops(), *self._specs})
 
-    def define(self, spec: _spec.OpSpec) -> None:
+    def define(self, spec: _spec.OpSpec, *, from_signature: bool = False) -> None:
         """Adds an op from outside the package."""
         if spec.name in self.ops():
             raise ValueError(f"The op {spec.name!r} exists already.")
         self._specs[spec.name] = spec
+        if from_signature:  # goes when its last kernel goes
+            self._from_signature.add(spec.name)
 
     # Kernels
 
@@ -214,10 +225,15 @@ class KernelRegistry:
             )
         kept = [e for e in self._entries.get(entry.op, ()) if e not in same]
         self._entries[entry.op] = sorted([*kept, entry], key=_rank)
+        self.generation += 1
 
     def unregister(self, entry: KernelEntry) -> None:
         """Takes a kernel out again."""
         self._entries[entry.op] = [e for e in self._entries[entry.op] if e is not entry]
+        self.generation += 1
+        if not self._entries[entry.op] and entry.op in self._from_signature:
+            self._from_signature.discard(entry.op)
+            del self._specs[entry.op]
 
     def list(self, op: str | None = None) -> Sequence[KernelEntry]:
         """All entries, or those of one op, best first."""
@@ -254,7 +270,7 @@ class KernelRegistry:
             e
             for e in self.list(op)
             if (wanted is None or e.platform == wanted)
-            and (e.backend == kind if kind is not None else e.backend in (Backend.ANY, here))
+            and e.backend in (Backend.ANY, kind if kind is not None else here)
         ]
         if not entries:
             on = f" on {kind or here}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.core.sharding import Layout
@@ -64,7 +65,7 @@ class OpArgs(AbstractArgs):
         names = set()
         for field in dataclasses.fields(self):
             value, unset = getattr(self, field.name), field.metadata.get("unset")
-            if field.default is _MISSING or field.metadata.get("computed"):
+            if field.default is _MISSING:
                 continue
             if unset is not None:
                 is_set = not unset(value, self)
@@ -125,6 +126,10 @@ class OpSpec:
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
+    # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
+    examples: Callable[[Any], dict[str, jax.Array]] = lambda args: {}
+    # sizes by axis of a small call with the same options, for blocks of a size; None: no twin
+    twin: Callable[[Any, int], dict[str, int]] | None = None
     changes: Callable[[], dict[str, dict[str, Any]]] = dict  # arguments that set each option
     config: type | None = None  # the typed config of the public function
     # Python scalars of array arguments, made arrays so that a new value compiles nothing
@@ -155,6 +160,38 @@ class OpSpec:
             if filled[name] is not None:
                 filled[name] = convert(filled[name])
         return filled
+
+    def example(self, args: Any) -> Any:
+        """Representative concrete arguments with the shapes of a call."""
+        special, made = self.examples(args), {}
+        arrays = args.arrays()
+        keys = jax.random.split(jax.random.key(0), max(len(arrays), 1))
+        for key, (name, array) in zip(keys, arrays.items(), strict=False):
+            if name in special:
+                made[name] = special[name].astype(array.dtype)
+            elif jnp.issubdtype(array.dtype, jnp.floating):
+                made[name] = jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
+            else:
+                raise NotImplementedError(f"`{self.name}`: no example of `{name}` is known.")
+        return args.with_arrays(made)
+
+    def reduced(self, args: Any, block: int) -> Any | None:
+        """A small concrete call with the same options, dtypes and head sizes."""
+        if self.twin is None:
+            return None
+        sizes = self.twin(args, block)
+        shapes = {}
+        for field in array_fields(self.args):
+            array = getattr(args, field.name)
+            if array is None:
+                continue
+            axes = axes_of(field.type)
+            shape = tuple(
+                min(n, sizes.get(a, n)) if n > 1 else n
+                for a, n in zip(axes, array.shape, strict=True)
+            )
+            shapes[field.name] = jax.ShapeDtypeStruct(shape, array.dtype)
+        return self.example(args.with_arrays(shapes))
 
     def layout(self, args: Any) -> Layout:
         return Layout(

@@ -322,10 +322,9 @@ def test_no_dropout_is_no_factor():
 # Layouts
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_layouts_split_heads_by_group_and_pad_with_zeros(blocks):
+def test_layouts_split_heads_by_group_and_pad_with_zeros():
     args = make()
-    p = pairs.Pairs(args, blocks)
+    p = pairs.Pairs(args, BLOCKS[0])
     lse = jax.random.normal(jax.random.key(9), (BATCH, HEADS, T))
     q, k, rows = p.queries(args.query), p.keys(args.value), p.rows(lse)
     assert q.shape == (BATCH, GROUPS, REPEAT, p.padded_t, D)

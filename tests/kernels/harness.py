@@ -1,38 +1,17 @@
-"""Oracles, cached for all entries, and the one comparison with them."""
+"""Oracles, cached for all entries, and runs of entries to compare with them."""
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.kernels import kernel_registry
+from ejkernel.kernels import _oracle, kernel_registry
+from ejkernel.kernels._oracle import Answer, Problem
 from ejkernel.kernels._spec import Case, OpSpec
 
 # The matrix compiles much and runs little.
 QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-_WIDER = {"float32": jnp.float64, "bfloat16": jnp.float32, "float16": jnp.float32}
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """Outputs and gradients of a case, as NumPy arrays in float64."""
-
-    outputs: dict[str, np.ndarray]
-    gradients: dict[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A case made concrete, with its oracle and the naive code's answer in the same dtype."""
-
-    args: Any
-    cotangents: tuple[jax.Array, ...]
-    wanted: tuple[str, ...]
-    oracle: Answer
-    naive: Answer
 
 
 def find_case(op: str, name: str) -> Case:
@@ -47,54 +26,9 @@ def problem(op: str, name: str, dtype: str) -> Problem:
 
 
 def solve(spec: OpSpec, args: Any, grads: tuple[str, ...] | None = None) -> Problem:
-    """Runs the oracle and the naive code on a call."""
+    """The oracle's answer for a call, with gradients of all that is differentiable."""
     wanted = tuple(n for n in args.arrays() if n in (grads or spec.differentiable))
-    reference = spec.reference_fn()
-    outputs = jax.eval_shape(lambda: reference(args))
-    keys = jax.random.split(jax.random.key(5), len(outputs))
-    cotangents = tuple(
-        jax.random.normal(k, o.shape, jnp.float32).astype(o.dtype)
-        for k, o in zip(keys, outputs, strict=True)
-    )
-    naive = _answer(spec, args, cotangents, wanted)
-    wider = _WIDER[str(args.query.dtype)] if hasattr(args, "query") else jnp.float64
-    with jax.enable_x64(True):
-        oracle = _answer(spec, *_cast((args, cotangents), wider), wanted)
-    return Problem(args, cotangents, wanted, oracle, naive)
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-    def widen(x: Any) -> Any:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(widen, tree)
-
-
-def _answer(spec: OpSpec, args: Any, cotangents: Any, wanted: tuple[str, ...]) -> Answer:
-    reference = spec.reference_fn()
-    arrays = args.arrays()
-
-    def of_wanted(*values: jax.Array) -> tuple[jax.Array, ...]:
-        return reference(args.with_arrays(dict(zip(wanted, values, strict=True))))
-
-    def both(*values: jax.Array) -> Any:
-        outputs, pull = jax.vjp(of_wanted, *values)
-        return outputs, pull(
-            tuple(c.astype(o.dtype) for c, o in zip(cotangents, outputs, strict=True))
-        )
-
-    # one compilation is quicker than one for every operation; ids and lengths stay concrete
-    point = tuple(arrays[name] for name in wanted)
-    outputs, gradients = jax.jit(both, compiler_options=QUICK)(*point)
-    return answer(spec, args, outputs, dict(zip(wanted, gradients, strict=True)))
-
-
-def answer(spec: OpSpec, args: Any, outputs: Any, gradients: dict[str, Any]) -> Answer:
-    names = spec.outputs(args) or tuple(f"out{i}" for i in range(len(outputs)))
-    return Answer(
-        {n: np.asarray(o, np.float64) for n, o in zip(names, outputs, strict=True)},
-        {n: np.asarray(g, np.float64) for n, g in gradients.items()},
-    )
+    return _oracle.solve(spec, args, wanted, QUICK)
 
 
 def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer:
@@ -121,36 +55,14 @@ def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer
     for name, gradient in gradients.items():
         array = made.args.arrays()[name]
         assert (gradient.shape, gradient.dtype) == (array.shape, array.dtype), name
-    return answer(spec, made.args, outputs, gradients)
+    return _oracle.answer(spec, made.args, outputs, gradients)
 
 
-def assert_close_to_oracle(actual: Answer, made: Problem, dtype: Any = None) -> None:
+def assert_close_to_oracle(actual: Answer, made: Problem) -> None:
     """Errors at most twice the naive code's, and the same values that are not finite."""
-    dtype = dtype or made.args.query.dtype
     assert actual.outputs.keys() == made.oracle.outputs.keys()
-    for kind in ("outputs", "gradients"):
-        for name, value in getattr(actual, kind).items():
-            oracle, naive = getattr(made.oracle, kind)[name], getattr(made.naive, kind)[name]
-            compare(name, value, oracle, naive, float(jnp.finfo(dtype).eps))
-
-
-def compare(name: str, actual: np.ndarray, oracle: np.ndarray, naive: np.ndarray, eps: float):
-    assert actual.shape == oracle.shape, (name, actual.shape, oracle.shape)
-    finite = np.isfinite(oracle)
-    np.testing.assert_array_equal(actual[~finite], oracle[~finite], err_msg=name)
-    assert np.isfinite(actual[finite]).all(), f"{name}: not finite where the oracle is"
-    if not finite.any():
-        return
-    actual, oracle, naive = actual[finite], oracle[finite], naive[finite]
-    error, allowed, size = np.abs(actual - oracle), np.abs(naive - oracle), np.abs(oracle)
-    worst = 2 * allowed.max() + 4 * eps * max(size.max(), 1e-3)
-    assert error.max() <= worst, f"{name}: error {error.max():.3g}, allowed {worst:.3g}"
-    typical = 2 * _rms(allowed) + 2 * eps * max(_rms(size), 1e-3)
-    assert _rms(error) <= typical, f"{name}: rms error {_rms(error):.3g}, allowed {typical:.3g}"
-
-
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x))))
+    reason = _oracle.mismatch(actual, made)
+    assert reason is None, reason
 
 
 def matrix(tag: str) -> list[Any]:

@@ -111,8 +111,8 @@ def test_an_empty_side_changes_nothing(empty_first):
     np.testing.assert_allclose(merged_lse, lse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_outputs_are_merged_in_float32(dtype):
+def test_bfloat16_outputs_are_merged_in_float32():
+    dtype = jnp.bfloat16
     q, k, v = (x.astype(dtype) for x in (QUERY, KEY, VALUE))
     out, lse = in_two(q, k, v, BIAS.astype(dtype), mask_of("one_sided"))
     assert out.dtype == dtype

@@ -18,6 +18,10 @@ def _no_window(window: Window, args: Any) -> bool:
     return window in (None, (None, 0 if args.causal else None))
 
 
+def _default_scale(scale: float | None, args: Any) -> bool:
+    return scale in (None, _common.canonical_scale("", None, args.query.shape[-1]))
+
+
 @_spec.op_args
 class FlashAttentionArgs(_spec.OpArgs):
     """Arguments of `flash_attention`; see the public function for their meaning."""
@@ -28,7 +32,9 @@ class FlashAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
-    softmax_scale: float | None = _spec.static(default=None, computed=True)
+    softmax_scale: float | None = _spec.static(
+        default=None, unset=_default_scale, computed=True
+    )
     dropout_prob: float = _spec.static(default=0.0)
     dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -178,6 +184,46 @@ def check_values(values: dict[str, Any]) -> None:
             )
 
 
+def examples(args: FlashAttentionArgs) -> dict[str, jax.Array]:
+    """Masks, ids, lengths and positions as models have them: a few sequences, most pairs seen."""
+    (batch, t), s = args.query.shape[:2], args.key.shape[1]
+    made: dict[str, jax.Array] = {
+        "dropout_seed": jnp.asarray([17, 4], jnp.uint32),
+        "dropout_offset": jnp.zeros(2, jnp.uint32),
+    }
+    if args.attention_mask is not None:
+        shape = args.attention_mask.shape
+        made["attention_mask"] = jax.random.bernoulli(jax.random.key(3), 0.9, shape)
+    for name, length in (("q", t), ("kv", s)):
+        index = jnp.arange(length, dtype=jnp.int32)
+        made[f"{name}_segment_ids"] = jnp.broadcast_to(index * 4 // max(length, 1), (batch, length))
+        positions = getattr(args, f"{name}_positions")
+        if positions is not None:
+            made[f"{name}_positions"] = jnp.broadcast_to(index, positions.shape)
+    for name, length in (("cum_seqlens_q", t), ("cum_seqlens_k", s)):
+        if (array := getattr(args, name)) is not None:
+            count = array.shape[0] - 1
+            total = length if batch == 1 else batch * length * 3 // 4
+            made[name] = jnp.asarray(np.linspace(0, total, count + 1), jnp.int32)
+    return made
+
+
+def twin(args: FlashAttentionArgs, block: int) -> dict[str, int]:
+    """One row, two key heads, and lengths of two blocks and the call's own remainder."""
+    t, num_q_heads = args.query.shape[1:3]
+    s, num_kv_heads = args.key.shape[1:3]
+    groups = min(num_kv_heads, 2)
+    rows = args.query.shape[0] > 1 and args.cum_seqlens_q is not None
+    return {
+        "b": 1,
+        "g": groups,
+        "h": groups * (num_q_heads // num_kv_heads),
+        "t": 2 * block + t % block,
+        "s": 2 * block + s % block,
+        "n1": 2 if rows else 4,
+    }
+
+
 def localize(args: FlashAttentionArgs, offsets: dict[str, jax.Array]) -> FlashAttentionArgs:
     """The local block's arguments in a shard_map: dropout indices and row lengths stay global."""
     changes: dict[str, Any] = {}
@@ -205,6 +251,8 @@ SPEC = _spec.OpSpec(
     residuals=("lse",),
     cases=_attention_cases.cases,
     changes=_attention_cases.changes,
+    examples=examples,
+    twin=twin,
     config=FlashAttentionConfig,
     scalars={"dropout_seed": _common.seed_array},
     publish=publish,

@@ -20,6 +20,7 @@ class Stored:
     config: Any
     times_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    complete: bool = True  # False: tuning was cut short and may go on
 
 
 class ConfigCache:

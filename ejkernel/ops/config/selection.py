@@ -1,21 +1,24 @@
-"""The configuration chain: override, memory, heuristics, error."""
+"""The configuration chain: override, overlay, memory, persistent, autotune, heuristics, error."""
 
 import abc
 import dataclasses
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
+import jax
+import msgspec
+
+from ejkernel import _device
 from ejkernel.errors import SelectionError, UnsupportedError
-from ejkernel.ops.config.cache import ConfigCache
+from ejkernel.ops.config import cache as caches
+from ejkernel.ops.config import policy as policies
+from ejkernel.ops.config import table
+from ejkernel.ops.config.cache import ConfigCache, Stored
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.kernel import BACKWARD, Implementation, Invocation
 
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """What a cache remembers of a measured choice."""
-
-    implementation: str
-    version: int
-    config: Any
+if TYPE_CHECKING:
+    from ejkernel.ops.execution.tuning import Tuner
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +28,9 @@ class Choice:
     implementation: Implementation
     cfg: Any
     source: str
-    refused: dict[str, str]  # implementation name -> reason
+    refused: dict[str, str]  # implementation name -> why it cannot serve the call
+    trail: tuple[str, ...] = ()  # what each earlier tier said
+    times_ms: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class ConfigChooser(abc.ABC):
@@ -42,52 +47,221 @@ class ConfigChooser(abc.ABC):
 
 
 class ConfigSelectorChain(ConfigChooser):
-    """Asks each tier in turn; only measured configurations are ever stored."""
+    """Asks each tier in turn; only measured configurations are ever stored.
 
-    def __init__(self, cache: ConfigCache | None = None):
+    Args:
+      cache: The memory tier.
+      persistent: The disk tier; None keeps nothing on disk.
+      autotune: Short for a policy that always, or never, measures.
+      policy: When to measure; None follows the environment.
+      tuner: Measures candidates.
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        persistent: PersistentCache | None = None,
+        autotune: bool | None = None,
+        policy: policies.AutotunePolicy | None = None,
+        tuner: "Tuner | None" = None,
+    ):
+        if autotune is not None and policy is not None:
+            raise ValueError("`ConfigSelectorChain`: give `autotune` or `policy`, not both.")
+        mode = None if autotune is None else ("autotune" if autotune else "heuristics")
         self.cache = cache if cache is not None else ConfigCache()
+        self.persistent = persistent
+        self.policy = policy or policies.AutotunePolicy(mode=mode)
+        self.failures: dict[str, dict[str, str]] = {}  # key -> candidate -> why it lost its place
+        self._tuner = tuner
+        self._lock = threading.RLock()
 
     @property
     def generation(self) -> int:
         return self.cache.generation
 
     def choose(self, inv: Invocation) -> Choice:
-        able, refused = _sort_out(inv)
+        able, refused = sort_out(inv)
+        search = _Search(inv, able, refused)
         if inv.override is not None:
-            return self._override(inv, able, refused)
-        if (choice := self._remembered(inv, able, refused)) is not None:
+            return search.configured(inv.override, "override")
+        search.say("override", "none given")
+        choice = (
+            search.stored(caches.overlaid(inv.key), "overlay")
+            or search.stored(self.cache.get(inv.key), "memory")
+            or self._from_disk(search)
+            or self._measured(search)
+            or search.heuristic()
+        )
+        if choice is not None:
             return choice
-        said = ["override: none given", "memory: nothing stored"]
-        for implementation in able:
-            try:
-                cfg = implementation.heuristic(inv.call, inv.direction)
-            except NotImplementedError as error:
-                said.append(f"heuristics of {implementation.name}: {error}")
-            else:
-                return Choice(implementation, cfg, "heuristics", refused)
         raise SelectionError(
-            f"`{inv.kernel.name}`: no configuration for {_shapes(inv)}: {'; '.join(said)}."
+            f"`{inv.kernel.name}` ({inv.direction}): no configuration for {_shapes(inv)}: "
+            f"{'; '.join(search.trail)}."
         )
 
-    def _override(
-        self, inv: Invocation, able: list[Implementation], refused: dict[str, str]
-    ) -> Choice:
-        implementation = able[0]
-        cfg = implementation.configure(inv.call, inv.direction, inv.override)
-        return Choice(implementation, cfg, "override", refused)
+    def tune(self, inv: Invocation, *, budget_s: float | None = None) -> Choice:
+        """Measures a call now, whatever the policy says, and remembers the result."""
+        able, refused = sort_out(inv)
+        search = _Search(inv, able, refused)
+        budget = policies.current(self.policy).budget_s if budget_s is None else budget_s
+        choice = self._tune(search, budget, again=True) or search.heuristic()
+        if choice is None:
+            raise SelectionError(f"`{inv.kernel.name}`: {'; '.join(search.trail)}.")
+        return choice
 
-    def _remembered(
-        self, inv: Invocation, able: list[Implementation], refused: dict[str, str]
-    ) -> Choice | None:
-        stored = self.cache.get(inv.key)
-        for implementation in able if isinstance(stored, Stored) else ():
+    def _from_disk(self, search: "_Search") -> Choice | None:
+        inv = search.inv
+        stored = self._read(inv)
+        if stored is not None and stored.complete:
+            choice = search.stored(stored, "persistent")
+            if choice is not None:
+                self.cache.put(inv.key, stored)
+                return choice
+        else:
+            search.say("persistent", "nothing stored" if stored is None else "tuning was cut short")
+        return search.stored(table.known(inv), "persistent", "shipped table")
+
+    def _read(self, inv: Invocation) -> Stored | None:
+        if self.persistent is None:
+            return None
+        where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
+        record = self.persistent.read(inv.key, **where)
+        if record is None:
+            return None
+        for implementation in inv.kernel.implementations(inv):
+            if (implementation.name, implementation.version) != (
+                record.implementation,
+                record.version,
+            ):
+                continue
+            try:
+                config = implementation.decode(inv.call, inv.direction, record.config)
+            except (msgspec.ValidationError, TypeError, ValueError) as error:
+                self.persistent.reject(record, str(error))
+                return None
+            return Stored(
+                record.implementation,
+                record.version,
+                config,
+                record.times_ms,
+                record.failures,
+                record.complete,
+            )
+        return None
+
+    def _measured(self, search: "_Search") -> Choice | None:
+        policy = policies.current(self.policy)
+        if (reason := _cannot_measure(search.inv, policy)) is not None:
+            search.say("autotune", reason)
+            return None
+        return self._tune(search, policy.budget_s)
+
+    def _tune(self, search: "_Search", budget_s: float, again: bool = False) -> Choice | None:
+        inv = search.inv
+        with self._lock:  # one measurement at a time; another thread may have just made this one
+            if not again and (choice := search.stored(self.cache.get(inv.key), "memory")):
+                return choice
+            result = self._get_tuner().tune(
+                inv, search.able, budget_s, known=self._read(inv), save=self._save_partial(inv)
+            )
+            self.failures[inv.key] = dict(result.failures)
+            if result.stored is None:
+                search.say("autotune", result.reason)
+                return None
+            self.cache.put(inv.key, result.stored)
+            self._save(inv, result.stored)
+            return search.stored(result.stored, "autotune")
+
+    def _get_tuner(self) -> "Tuner":
+        if self._tuner is None:
+            from ejkernel.ops.execution.tuning import Tuner
+
+            self._tuner = Tuner()
+        return self._tuner
+
+    def _save_partial(self, inv: Invocation) -> Any:
+        return lambda stored: self._save(inv, stored)
+
+    def _save(self, inv: Invocation, stored: Stored) -> None:
+        if self.persistent is not None:
+            where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
+            self.persistent.put(inv.key, stored, **where)
+
+
+@dataclasses.dataclass(eq=False)
+class _Search:
+    """One walk down the chain."""
+
+    inv: Invocation
+    able: list[Implementation]
+    refused: dict[str, str]
+    trail: list[str] = dataclasses.field(default_factory=list)
+
+    def say(self, tier: str, text: str) -> None:
+        self.trail.append(f"{tier}: {text}")
+
+    def found(
+        self, implementation: Implementation, cfg: Any, source: str, times: Any = None
+    ) -> Choice:
+        return Choice(
+            implementation, cfg, source, self.refused, tuple(self.trail), dict(times or {})
+        )
+
+    def configured(self, value: Any, tier: str) -> Choice:
+        """A caller's configuration, for the best implementation that has anything to configure."""
+        problem: UnsupportedError | None = None
+        for implementation in self.able:
+            try:
+                cfg = implementation.configure(self.inv.call, self.inv.direction, value)
+            except UnsupportedError as error:
+                problem = problem or error
+            else:
+                return self.found(implementation, cfg, tier)
+        assert problem is not None
+        raise problem
+
+    def stored(self, value: Any, tier: str, name: str | None = None) -> Choice | None:
+        """The choice a remembered value stands for; a value that no longer fits is a miss."""
+        if value is None:
+            self.say(name or tier, "nothing stored")
+            return None
+        if not isinstance(value, Stored):  # a bare configuration, put there by a user
+            return self.configured(value, tier)
+        for implementation in self.able:
             known = (implementation.name, implementation.version)
-            if known == (stored.implementation, stored.version):
-                return Choice(implementation, stored.config, "memory", refused)
+            if known == (value.implementation, value.version):
+                return self.found(implementation, value.config, tier, value.times_ms)
+        self.say(name or tier, f"{value.implementation} v{value.version} cannot serve this call")
+        return None
+
+    def heuristic(self) -> Choice | None:
+        near = table.near(self.inv)
+        if near is not None and (choice := self.stored(near, "heuristics", "shipped table")):
+            return choice
+        for implementation in self.able:
+            try:
+                cfg = implementation.heuristic(self.inv.call, self.inv.direction)
+            except NotImplementedError as error:
+                self.say(f"heuristics of {implementation.name}", str(error))
+            else:
+                return self.found(implementation, cfg, "heuristics")
         return None
 
 
-def _sort_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
+def _cannot_measure(inv: Invocation, policy: policies.AutotunePolicy) -> str | None:
+    """Why a call is not measured now."""
+    if not policy.measures:
+        return "off (policy heuristics)"
+    if not policy.allow_in_trace:
+        return "not while tracing (policy)"
+    if jax.process_count() > 1:
+        return "not while tracing with several processes; use autotune_recorded"
+    if inv.target is not None and inv.target != _device.describe(_device.default_device()):
+        return f"the call is for {inv.target.model}, which is not the default device here"
+    return None
+
+
+def sort_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
     """The implementations that can serve a call, and why the others cannot."""
     able, refused = [], {}
     for implementation in inv.kernel.implementations(inv):

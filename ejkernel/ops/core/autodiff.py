@@ -6,11 +6,13 @@ differentiating a derivative uses its twin in plain JAX (both from the op's diff
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
@@ -19,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.core.types import AbstractArgs
 
+_FLOAT0 = jax.dtypes.float0
 Arrays = Sequence[jax.Array]
 MapFn = Callable[[Arrays, Arrays], Arrays]
 
@@ -32,7 +35,7 @@ class LinearMap:
     transposed: MapFn
     transposed_twin: MapFn
 
-    @property
+    @functools.cached_property
     def T(self) -> "LinearMap":
         return LinearMap(self.transposed, self.transposed_twin, self.fun, self.twin)
 
@@ -66,9 +69,19 @@ def _run(*operands, linear, num_residuals, out_avals):
     return [jnp.asarray(o, aval.dtype) for o, aval in zip(outs, out_avals, strict=True)]
 
 
+@functools.lru_cache(maxsize=512)
+def _compiled(linear, num_residuals, out_avals):
+    return jax.jit(
+        lambda *operands: _run(
+            *operands, linear=linear, num_residuals=num_residuals, out_avals=out_avals
+        )
+    )
+
+
 linear_map_p = Primitive("ejkernel_linear_map")
 linear_map_p.multiple_results = True
-linear_map_p.def_impl(_run)
+# an eager gradient compiles its backward once; the map is that of the cached forward program
+linear_map_p.def_impl(lambda *operands, **params: _compiled(**params)(*operands))
 linear_map_p.def_abstract_eval(lambda *_, linear, num_residuals, out_avals: list(out_avals))
 mlir.register_lowering(linear_map_p, mlir.lower_fun(_run, multiple_results=True))
 
@@ -106,7 +119,7 @@ def _jvp(primals, tangents, *, linear, num_residuals, out_avals):
     perturbed = [
         i
         for i, t in enumerate(tangents[:num_residuals])
-        if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
+        if type(t) is not ad.Zero and t.dtype != _FLOAT0
     ]
     if perturbed:  # somebody differentiates the derivative
 
@@ -175,16 +188,27 @@ def apply(rule: Rule, args: AbstractArgs) -> tuple[jax.Array, ...]:
         saved = [*primals, *map(jax.lax.stop_gradient, (*outputs, *residuals))]
         given = [t for t in tangents if type(t) is not SymbolicZero]
         linear = _linear(rule, args, names, wanted, len(outputs))
-        douts = linear_map(linear, saved, given, [jax.typeof(o) for o in outputs])
-        return (outputs, residuals), (tuple(douts), tuple(map(jnp.zeros_like, residuals)))
+        smooth = [o for o in outputs if _smooth(o)]
+        douts = iter(linear_map(linear, saved, given, [jax.typeof(o) for o in smooth]))
+        tangents_out = tuple(next(douts) if _smooth(o) else _no_tangent(o) for o in outputs)
+        return (outputs, residuals), (tangents_out, tuple(map(_no_tangent, residuals)))
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op(*leaves)[0]
 
 
+def _smooth(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _no_tangent(x: jax.Array) -> Any:
+    return jnp.zeros_like(x) if _smooth(x) else np.zeros(x.shape, _FLOAT0)
+
+
 def _name(op: str, names: tuple[str, ...], values: Arrays) -> tuple[jax.Array, ...]:
     """Puts names on values that a remat policy can ask for, such as `flash_attention.lse`."""
-    return tuple(checkpoint_name(v, f"{op}.{n}") for n, v in zip(names, values, strict=False))
+    named = [checkpoint_name(v, f"{op}.{n}") for n, v in zip(names, values, strict=False)]
+    return (*named, *values[len(named) :])
 
 
 def _refuse_constants(rule: Rule, wanted: Sequence[str]) -> None:
@@ -211,19 +235,25 @@ def _linear(
         point = tuple(values[name] for name in wanted)
         return lambda *xs: rule.formula(here.with_arrays(dict(zip(wanted, xs, strict=True)))), point
 
+    def full(outputs: Arrays, cotangents: Arrays) -> tuple[Any, ...]:
+        """Cotangents of all outputs from those of the differentiable ones."""
+        given = iter(cotangents)
+        return tuple(next(given) if _smooth(o) else _no_tangent(o) for o in outputs)
+
     def push(saved: Arrays, tangents: Arrays) -> Arrays:
         formula, point = of_wanted(saved)
-        return jax.jvp(formula, point, tuple(tangents))[1]
+        return [t for t in jax.jvp(formula, point, tuple(tangents))[1] if t.dtype != _FLOAT0]
 
     def pull(saved: Arrays, cotangents: Arrays) -> Arrays:
         outputs, residuals = saved[count : count + num_outputs], saved[count + num_outputs :]
         gradients = rule.backward(
-            at(saved), tuple(outputs), tuple(residuals), tuple(cotangents), frozenset(wanted)
+            at(saved), tuple(outputs), tuple(residuals), full(outputs, cotangents), frozenset(wanted)
         )
         return [gradients[name] for name in wanted]
 
     def pull_twin(saved: Arrays, cotangents: Arrays) -> Arrays:
         formula, point = of_wanted(saved)
-        return jax.vjp(formula, *point)[1](tuple(cotangents))
+        outputs, pull = jax.vjp(formula, *point)
+        return pull(full(outputs, cotangents))
 
     return LinearMap(push, push, pull, pull_twin)

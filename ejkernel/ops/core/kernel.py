@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
 import jax
+import jax.numpy as jnp
+import msgspec
 
 from ejkernel._device import Target
-from ejkernel.ops.core.types import AbstractArgs, CallArgs, Cfg, Out
+from ejkernel.ops.core.types import AbstractArgs, CallArgs, Cfg, Out, is_array
 from ejkernel.ops.utils import fingerprint
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -40,6 +41,8 @@ class Implementation:
     candidates: Callable[[Any, str], Sequence[Any]] = lambda args, direction: ()
     # an override in any accepted spelling -> a config of this implementation, checked
     configure: Callable[[Any, str, Any], Any] = lambda args, direction, override: override
+    # plain values read from disk -> a config, checked
+    decode: Callable[[Any, str, Any], Any] = lambda args, direction, plain: plain
     # "rule": through `backward`; "jax": JAX differentiates `forward`
     derivative: str = "rule"
 
@@ -74,6 +77,10 @@ class Invocation(Generic[Cfg, Out]):
     def __post_init__(self) -> None:
         if self.call is None:
             object.__setattr__(self, "call", CallArgs.of(self.args, self.kwargs))
+        elif isinstance(self.call, CallArgs):
+            args, kwargs = self.call.call()
+            object.__setattr__(self, "args", args)
+            object.__setattr__(self, "kwargs", kwargs)
 
     @property
     def abstract_args(self) -> tuple[Any, ...]:
@@ -91,9 +98,9 @@ class Invocation(Generic[Cfg, Out]):
         return fingerprint.device_fingerprint(self.target)
 
     @functools.cached_property
-    def key(self) -> str:
-        """Equal for calls that may share a configuration, in every process."""
-        return fingerprint.key(
+    def document(self) -> dict[str, Any]:
+        """Everything that tells this call from others, as plain values."""
+        return fingerprint.document(
             op=self.kernel.name,
             direction=self.direction,
             platform=self.platform,
@@ -102,6 +109,11 @@ class Invocation(Generic[Cfg, Out]):
             statics=self.call.statics(),
             wanted=sorted(self.wanted),
         )
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Equal for calls that may share a configuration, in every process."""
+        return fingerprint.key(self.document)
 
 
 class Kernel(Generic[Cfg, Out]):
@@ -164,13 +176,14 @@ class Kernel(Generic[Cfg, Out]):
 
     def derivative_parts(self, args: Any) -> dict[str, Any]:
         """The op's share of its derivative rule (see `autodiff.Rule`)."""
-        count = sum(hasattr(x, "shape") for x in jax.tree.leaves(args.call()[0]))
+        count = sum(map(is_array, jax.tree.leaves(args.call()[0])))
 
         def formula(args: CallArgs) -> tuple[jax.Array, ...]:
             positional, kwargs = args.call()
-            inv = Invocation(kernel=self, args=positional, kwargs=kwargs, call=args)
+            inv = Invocation(kernel=self, call=args)
+            run = self._methods("cpu")[-1][1]  # the most portable one
             return tuple(
-                jax.tree.leaves(self.run(*positional, cfg=self.heuristic_cfg(inv), **kwargs))
+                jax.tree.leaves(run(*positional, cfg=self.heuristic_cfg(inv), **kwargs))
             )
 
         names = [str(i) for i in range(count)]
@@ -181,9 +194,36 @@ class Kernel(Generic[Cfg, Out]):
             "residual_names": (),
         }
 
+    def example_inputs(self, inv: Invocation) -> Any:
+        """Concrete arguments like those of a call, to measure it on; never zeros.
+
+        The arguments themselves when the call was eager. Otherwise floats are drawn at random; a
+        kernel that takes integers must say here what they look like.
+        """
+        if (concrete := concrete_call(inv)) is not None:
+            return concrete
+        made, keys = {}, jax.random.split(jax.random.key(0), max(len(inv.call.arrays()), 1))
+        for key, (name, array) in zip(keys, inv.call.arrays().items(), strict=False):
+            if not jnp.issubdtype(array.dtype, jnp.floating):
+                raise NotImplementedError(
+                    f"{type(self).__name__} takes {array.dtype} and defines no `example_inputs`."
+                )
+            made[name] = jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
+        return inv.call.with_arrays(made)
+
+    def check_candidate(
+        self, inv: Invocation, implementation: Implementation, config: Any
+    ) -> str | None:
+        """Why a candidate's numbers are wrong; None when they are right or nobody can tell."""
+        return None
+
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         """Every way to run this call on `inv.target`, best first."""
         kind = inv.target.kind if inv.target is not None else "cpu"
+        return [self._implementation(name, run, inv) for name, run in self._methods(kind)]
+
+    def _methods(self, kind: str) -> list[tuple[str, Callable[..., Any]]]:
+        """The methods that run on a kind of device, best first, with their names."""
         found = [
             (f"{platform}/{kind}", getattr(self, f"run_{platform}"))
             for platform in _METHODS.get(kind, ("xla",))
@@ -191,7 +231,7 @@ class Kernel(Generic[Cfg, Out]):
         ]
         if type(self).run is not Kernel.run:
             found.append(("run/any", self.run))
-        return [self._implementation(name, run, inv) for name, run in found]
+        return found
 
     def _implementation(
         self, name: str, run: Callable[..., Out], inv: Invocation
@@ -203,7 +243,14 @@ class Kernel(Generic[Cfg, Out]):
         def backward(args: CallArgs, cfg: Cfg, outputs, residuals, cotangents, wanted):
             positional, kwargs = args.call()
             grads = self.custom_vjp(positional, cfg, kwargs, cotangents)
-            return {str(i): g for i, g in enumerate(jax.tree.leaves(grads, is_leaf=_is_none))}
+            leaves, tree = jax.tree.flatten(positional)
+            grads = tree.flatten_up_to(tuple(grads))
+            arrays = [g for x, g in zip(leaves, grads, strict=True) if is_array(x)]
+            return {str(i): g for i, g in enumerate(arrays)}
+
+        def decode(args: CallArgs, direction: str, plain: Any) -> Cfg:
+            guess = self.heuristic_cfg(dataclasses.replace(inv, direction=direction, call=args))
+            return msgspec.convert(plain, type(guess))
 
         def of_direction(method):
             def ask(args: CallArgs, direction: str):
@@ -217,19 +264,21 @@ class Kernel(Generic[Cfg, Out]):
             backward=None if self.custom_vjp is None else backward,
             heuristic=of_direction(self.heuristic_cfg),
             candidates=of_direction(self.candidate_cfgs),
+            decode=decode,
             derivative="jax" if self.custom_vjp is None else "rule",
         )
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def call_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of a public function, computed once."""
-    return _signature(function)
-
-
-@functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+def concrete_call(inv: Invocation) -> Any:
+    """The arguments of an eager call, when they are at hand and have the shapes of `inv`."""
+    get = inv.metadata.get("concrete")
+    call = inv.call if get is None else get()
+    if call is None:
+        return None
+    wanted, found = inv.call.arrays(), call.arrays()
+    alike = wanted.keys() == found.keys() and all(
+        (x.shape, x.dtype) == (found[n].shape, found[n].dtype)
+        and not isinstance(found[n], jax.core.Tracer)
+        for n, x in wanted.items()
+    )
+    return call if alike else None

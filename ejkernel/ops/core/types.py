@@ -11,6 +11,11 @@ Cfg = TypeVar("Cfg")
 Out = TypeVar("Out")
 
 
+def is_array(x: Any) -> bool:
+    """Whether a value is data of a call; anything else is an option."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
 class AbstractArgs:
     """The arguments of one call: a pytree whose leaves are its arrays; options are static."""
 
@@ -37,12 +42,8 @@ class CallArgs(AbstractArgs):
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallArgs":
         leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
-        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-        options = tuple(
-            (i, leaf) for i, (leaf, a) in enumerate(zip(leaves, is_array, strict=True)) if not a
-        )
-        arrays = [leaf for leaf, a in zip(leaves, is_array, strict=True) if a]
-        return cls(arrays, treedef, options)
+        options = tuple((i, leaf) for i, leaf in enumerate(leaves) if not is_array(leaf))
+        return cls([leaf for leaf in leaves if is_array(leaf)], treedef, options)
 
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments as the user wrote them."""

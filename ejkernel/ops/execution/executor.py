@@ -40,15 +40,20 @@ class Executor:
                 arrays.append(leaf)
                 statics.append(_ARRAY)
             else:
-                statics.append((type(leaf), leaf))  # 1, 1.0 and True are equal but not alike
+                # 1, 1.0 and True are equal but not alike, and so are 0.0 and -0.0
+                statics.append((type(leaf), leaf if leaf else repr(leaf)))
         key = (kernel.cache_token(), tree, tuple(statics), where, self.chooser.generation)
         try:
             program = self._programs.get(key)
         except TypeError:  # an option that cannot be hashed: nothing to remember the program by
-            return self._program(kernel, leaves, tree)(*arrays)
+            return self._program(kernel, leaves, tree, [])(*arrays)
         if program is None:
-            program = self._program(kernel, leaves, tree)
-            result = program(*arrays)  # remembered only if it works
+            held = [call] if where is not None else []
+            program = self._program(kernel, leaves, tree, held)
+            try:
+                result = program(*arrays)  # remembered only if it works
+            finally:
+                held.clear()  # the program must not keep the arrays of its first call alive
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             self._programs[key] = program
@@ -62,7 +67,10 @@ class Executor:
         target = _device.of_arrays(jax.tree.leaves(call)) or _device.find(request.mesh)
         return self.chooser.choose(_invocation(kernel, canonical, request, target))
 
-    def _program(self, kernel: Kernel, leaves: list[Any], tree: Any) -> Any:
+    def _program(
+        self, kernel: Kernel, leaves: list[Any], tree: Any, held: list[dict[str, Any]]
+    ) -> Any:
+        """Compiles a kind of call; `held` has the first call while it is traced."""
         slots = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         options = [None if slot else leaf for leaf, slot in zip(leaves, slots, strict=True)]
         placed = _device.of_arrays(leaves)
@@ -75,15 +83,24 @@ class Executor:
             ]
             args, request = kernel.prepare(jax.tree.unflatten(tree, filled))
             target = placed or _device.find(request.mesh)
-            run = functools.partial(self._compute, kernel, request=request, target=target)
+            metadata = {"concrete": lambda: kernel.prepare(held[0])[0] if held else None}
+            run = functools.partial(
+                self._compute, kernel, request=request, target=target, metadata=metadata
+            )
             return kernel.finish(args, sharding.apply(kernel, run, args, request))
 
         return jax.jit(program, inline=True)
 
     def _compute(
-        self, kernel: Kernel, args: AbstractArgs, *, request: Request, target: _device.Target
+        self,
+        kernel: Kernel,
+        args: AbstractArgs,
+        *,
+        request: Request,
+        target: _device.Target,
+        metadata: dict[str, Any],
     ) -> tuple[jax.Array, ...]:
-        inv = _invocation(kernel, args, request, target)
+        inv = _invocation(kernel, args, request, target, metadata)
         choice = self.chooser.choose(inv)
         implementation = choice.implementation
         with jax.named_scope(f"ejkernel.{kernel.name}.{implementation.name}"):
@@ -123,10 +140,15 @@ class Executor:
 
 
 def _invocation(
-    kernel: Kernel, args: AbstractArgs, request: Request, target: _device.Target
+    kernel: Kernel,
+    args: AbstractArgs,
+    request: Request,
+    target: _device.Target,
+    metadata: dict[str, Any] | None = None,
 ) -> Invocation:
     return Invocation(
         kernel=kernel,
+        metadata=metadata or {},
         call=args,
         target=target,
         platform=request.platform,

@@ -38,11 +38,11 @@ def describe_array(array: Any) -> dict[str, Any]:
     }
 
 
-def key(
+def document(
     *, op: str, direction: str, platform: str, device: str, arrays: Mapping[str, Any], **rest: Any
-) -> str:
-    """The hash under which a configuration of this call is remembered."""
-    document = {
+) -> dict[str, Any]:
+    """What a call is, as plain values; whatever changes the program changes it."""
+    made = {
         "schema": SCHEMA,
         "op": op,
         "direction": direction,
@@ -52,4 +52,9 @@ def key(
         "precision": jax.config.jax_default_matmul_precision,
         **rest,
     }
-    return hashlib.sha256(serialize.stable_json(document).encode()).hexdigest()
+    return serialize.describe(made)
+
+
+def key(call: Mapping[str, Any]) -> str:
+    """The hash of a document, under which a configuration is remembered."""
+    return hashlib.sha256(serialize.stable_json(call).encode()).hexdigest()

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import re
 from typing import Any
 
 import jax
@@ -36,6 +37,17 @@ def to_builtins(value: Any) -> Any:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     raise TypeError(f"`to_json`: cannot serialize a {type(value).__name__}: {value!r}.")
+
+
+def describe(value: Any) -> Any:
+    """Like `to_builtins`, with the text of what has no JSON; object addresses are left out."""
+    if isinstance(value, dict):
+        return {str(k): describe(v) for k, v in value.items()}
+    try:
+        return to_builtins(value)
+    except TypeError:
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        return f"{type(value).__module__}.{type(value).__qualname__}: {text}"
 
 
 _PLAIN = (bool, int, float, str)

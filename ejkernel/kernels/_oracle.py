@@ -1,0 +1,122 @@
+"""Answers of an op's oracle, and the one comparison with them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels._spec import OpSpec
+
+_WIDER = {"float32": jnp.float64, "float64": jnp.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Outputs and gradients of a call, as NumPy arrays in float64."""
+
+    outputs: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A concrete call with its oracle's answer, and the naive code's in the call's own dtype."""
+
+    args: Any
+    cotangents: tuple[jax.Array, ...]
+    wanted: tuple[str, ...]
+    oracle: Answer
+    naive: Answer
+
+
+def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None) -> Problem:
+    """Runs the oracle and the naive code on concrete arguments; `options` go to the compiler."""
+    outputs = jax.eval_shape(lambda: spec.reference_fn()(args))
+    keys = jax.random.split(jax.random.key(5), len(outputs))
+    cotangents = tuple(
+        jax.random.normal(k, o.shape, jnp.float32).astype(o.dtype)
+        for k, o in zip(keys, outputs, strict=True)
+    )
+    naive = _reference(spec, args, cotangents, wanted, options)
+    wider = _WIDER.get(str(_leading_dtype(args)), jnp.float32)
+    with jax.enable_x64(True):
+        oracle = _reference(spec, *_cast((args, cotangents), wider), wanted, options)
+    return Problem(args, cotangents, wanted, oracle, naive)
+
+
+def _leading_dtype(args: Any) -> Any:
+    floats = (x.dtype for x in args.arrays().values() if jnp.issubdtype(x.dtype, jnp.floating))
+    return next(floats, jnp.dtype(jnp.float32))
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    def widen(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(widen, tree)
+
+
+def _reference(
+    spec: OpSpec, args: Any, cotangents: Any, wanted: tuple[str, ...], options: Any
+) -> Answer:
+    reference = spec.reference_fn()
+    arrays = args.arrays()
+
+    def both(*values: jax.Array) -> Any:
+        outputs, pull = jax.vjp(
+            lambda *xs: reference(args.with_arrays(dict(zip(wanted, xs, strict=True)))), *values
+        )
+        pairs = zip(cotangents, outputs, strict=True)
+        return outputs, pull(tuple(c.astype(o.dtype) for c, o in pairs))
+
+    # one compilation is quicker than one for every operation; ids and lengths stay concrete
+    outputs, gradients = jax.jit(both, compiler_options=options)(*(arrays[n] for n in wanted))
+    return answer(spec, args, outputs, dict(zip(wanted, gradients, strict=True)))
+
+
+def answer(spec: OpSpec, args: Any, outputs: Any, gradients: dict[str, Any]) -> Answer:
+    """An answer from what a kernel returned."""
+    names = spec.outputs(args) or tuple(f"out{i}" for i in range(len(outputs)))
+    return Answer(
+        {n: np.asarray(o, np.float64) for n, o in zip(names, outputs, strict=True)},
+        {n: np.asarray(g, np.float64) for n, g in gradients.items()},
+    )
+
+
+def mismatch(actual: Answer, problem: Problem) -> str | None:
+    """What is wrong with an answer: errors over twice the naive code's, or other non-finites."""
+    eps = float(jnp.finfo(_leading_dtype(problem.args)).eps)
+    for kind in ("outputs", "gradients"):
+        for name, value in getattr(actual, kind).items():
+            oracle, naive = (getattr(x, kind)[name] for x in (problem.oracle, problem.naive))
+            if (reason := compare(value, oracle, naive, eps)) is not None:
+                return f"{name}: {reason}"
+    return None
+
+
+def compare(actual: np.ndarray, oracle: np.ndarray, naive: np.ndarray, eps: float) -> str | None:
+    """Why an array is not the oracle's; None when it is."""
+    if actual.shape != oracle.shape:
+        return f"shape {actual.shape}, not {oracle.shape}"
+    finite = np.isfinite(oracle)
+    if not np.array_equal(actual[~finite], oracle[~finite], equal_nan=True):
+        return "other values where the oracle's are not finite"
+    if not np.isfinite(actual[finite]).all():
+        return "not finite where the oracle is"
+    if not finite.any():
+        return None
+    actual, oracle, naive = actual[finite], oracle[finite], naive[finite]
+    error, allowed, size = np.abs(actual - oracle), np.abs(naive - oracle), np.abs(oracle)
+    worst = 2 * allowed.max() + 4 * eps * max(size.max(), 1e-3)
+    if error.max() > worst:
+        return f"error {error.max():.3g}, allowed {worst:.3g}"
+    typical = 2 * _rms(allowed) + 2 * eps * max(_rms(size), 1e-3)
+    if _rms(error) > typical:
+        return f"rms error {_rms(error):.3g}, allowed {typical:.3g}"
+    return None
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))

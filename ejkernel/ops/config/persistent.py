@@ -1,0 +1,240 @@
+"""Measured configurations on disk: one small JSON file a key, whole or absent."""
+
+import contextlib
+import dataclasses
+import datetime as dt
+import hashlib
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import msgspec
+
+from ejkernel import _settings
+from ejkernel.errors import EjkernelWarning
+from ejkernel.ops.config.cache import Stored
+from ejkernel.ops.utils import fingerprint, serialize
+
+OWNER = "ejkernel"
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file holds; configs are plain values, checked again when they are used."""
+
+    owner: str
+    schema: int
+    key: str
+    op: str
+    device: str
+    implementation: str
+    version: int
+    config: Any
+    config_type: str
+    times_ms: dict[str, float] = {}  # noqa: RUF012 - msgspec copies defaults
+    failures: dict[str, str] = {}  # noqa: RUF012
+    complete: bool = True
+    versions: dict[str, str] = {}  # noqa: RUF012
+    date: str = ""
+
+
+def default_path() -> pathlib.Path:
+    """`EJKERNEL_CACHE_DIR`, or `configs/` in the user's cache folder for ejkernel."""
+    given = _settings.current().cache_dir
+    if given is not None:
+        return pathlib.Path(given).expanduser()
+    import platformdirs
+
+    return pathlib.Path(platformdirs.user_cache_dir(OWNER)) / "configs"
+
+
+class PersistentCache:
+    """Configurations that outlive the process.
+
+    Reading never fails a call: a damaged file is a miss, set aside with one warning; files of other
+    schemas or owners are left alone. Without a writable folder, nothing is kept.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self._path = None if path is None else pathlib.Path(path).expanduser()
+        self._told = False
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self._path if self._path is not None else default_path()
+
+    # The mapping that a user sees
+
+    def put(self, key: Any, cfg: Any, *, op: str = "any", device: str = "any") -> None:
+        """Remembers a configuration, or a `Stored` choice, under a key."""
+        stored = cfg if isinstance(cfg, Stored) else Stored("", 0, cfg)
+        record = Record(
+            owner=OWNER,
+            schema=fingerprint.SCHEMA,
+            key=_text(key),
+            op=op,
+            device=device,
+            implementation=stored.implementation,
+            version=stored.version,
+            config=serialize.to_builtins(stored.config),
+            config_type=_type_name(stored.config),
+            times_ms=dict(stored.times_ms),
+            failures=dict(stored.failures),
+            complete=stored.complete,
+            versions={"jax": jax.__version__},
+            date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        )
+        self._write(self._file(record.key, op, device), msgspec.json.encode(record))
+
+    def get(self, key: Any, *, op: str = "any", device: str = "any") -> Any | None:
+        """The configuration under a key, of the type it was put with; None when there is none."""
+        record = self.read(key, op=op, device=device)
+        if record is None:
+            return None
+        cls = _known_type(record.config_type)
+        try:
+            return record.config if cls is None else decode(record.config, cls)
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
+            self._set_aside(self._file(_text(key), op, device), str(error))
+            return None
+
+    def __contains__(self, key: Any) -> bool:
+        return self.get(key) is not None
+
+    # Records
+
+    def read(self, key: Any, *, op: str = "any", device: str = "any") -> Record | None:
+        """The record of a key; damage is a miss."""
+        file = self._file(_text(key), op, device)
+        try:
+            data = file.read_bytes()
+            if file.stat().st_uid != _uid():
+                return None
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._tell(f"cannot read {file}: {error}")
+            return None
+        return self._parse(file, data, _text(key))
+
+    def reject(self, record: Record, reason: str) -> None:
+        """Sets aside a record whose configuration does not hold."""
+        self._set_aside(self._file(record.key, record.op, record.device), reason)
+
+    def records(self) -> Iterator[Record]:
+        """All whole records of this schema."""
+        with contextlib.suppress(OSError):
+            for file in sorted(self._root().glob("*/*/*.json")):
+                with contextlib.suppress(OSError):
+                    record = self._parse(file, file.read_bytes(), file.stem)
+                    if record is not None:
+                        yield record
+
+    def clear(self) -> int:
+        """Removes all records of this schema, and what was set aside; how many there were."""
+        removed = 0
+        for pattern in ("*/*/*.json", "*/*/*.bad", "*/*/.tmp-*"):
+            for file in list(self._root().glob(pattern)):
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                    removed += file.suffix == ".json"
+        return removed
+
+    def add(self, record: Record) -> None:
+        """Writes a record that was read elsewhere."""
+        self._write(
+            self._file(record.key, record.op, record.device), msgspec.json.encode(record)
+        )
+
+    # Files
+
+    def _root(self) -> pathlib.Path:
+        return self.path / f"v{fingerprint.SCHEMA}"
+
+    def _file(self, key: str, op: str, device: str) -> pathlib.Path:
+        return self._root() / _slug(device) / _slug(op) / f"{key}.json"
+
+    def _parse(self, file: pathlib.Path, data: bytes, key: str) -> Record | None:
+        try:
+            document = json.loads(data)
+            if isinstance(document, dict) and (
+                document.get("owner", OWNER) != OWNER
+                or document.get("schema", fingerprint.SCHEMA) != fingerprint.SCHEMA
+            ):
+                return None  # somebody else's
+            record = msgspec.convert(document, Record)
+            if record.key != key:
+                raise ValueError(f"it holds the key {record.key[:12]}…")
+        except (ValueError, TypeError, RecursionError) as error:
+            self._set_aside(file, str(error))
+            return None
+        return record
+
+    def _write(self, file: pathlib.Path, data: bytes) -> None:
+        temporary = None
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
+            with os.fdopen(handle, "wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(temporary, file)
+        except OSError as error:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+            self._tell(f"cannot write {file.parent}: {error}; configurations stay in memory")
+
+    def _set_aside(self, file: pathlib.Path, reason: str) -> None:
+        moved = "and could not be moved"
+        with contextlib.suppress(OSError):
+            os.replace(file, file.with_suffix(".bad"))
+            moved = f"and was moved to {file.with_suffix('.bad').name}"
+        self._tell(f"{file} is damaged ({reason.splitlines()[0][:120]}) {moved}")
+
+    def _tell(self, text: str) -> None:
+        """One warning a cache: trouble with files never stops a call."""
+        if not self._told:
+            self._told = True
+            warnings.warn(f"ejkernel cache: {text}.", EjkernelWarning, stacklevel=2)
+
+
+def decode(config: Any, cls: type) -> Any:
+    """A config of a type from its plain values; the type's own checks run."""
+    if not dataclasses.is_dataclass(cls):
+        return msgspec.convert(config, cls)
+    return msgspec.convert(config, cls, strict=True)
+
+
+def _text(key: Any) -> str:
+    text = key if isinstance(key, str) else serialize.stable_json(key)
+    plain = re.fullmatch(r"[0-9a-zA-Z_-]{1,80}", text)
+    return text if plain else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^0-9a-zA-Z]+", "-", text).strip("-").lower() or "any"
+
+
+def _uid() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _known_type(name: str) -> type | None:
+    """A dataclass by name, from modules that are loaded already: a file imports nothing."""
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None

@@ -1,0 +1,76 @@
+"""Whether unknown configurations are measured, and for how long."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ejkernel import _settings
+
+_MODES = ("autotune", "heuristics")
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotunePolicy:
+    """`mode` "autotune" measures within `budget_s` seconds a key; "heuristics" never measures.
+
+    None takes the value of the environment. `allow_in_trace=False` measures only ahead of time, by
+    `autotune_recorded`, never while a function is traced or called.
+    """
+
+    mode: str | None = None
+    budget_s: float | None = None
+    allow_in_trace: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, *_MODES):
+            raise ValueError(f"`AutotunePolicy`: `mode` must be one of {_MODES}; got {self.mode!r}.")
+        if self.budget_s is not None and not 0 <= self.budget_s < float("inf"):
+            raise ValueError(
+                f"`AutotunePolicy`: `budget_s` must be finite and not negative; got {self.budget_s}."
+            )
+
+    def resolved(self) -> "AutotunePolicy":
+        """The policy with the environment's values for what is None."""
+        settings = _settings.current()
+        budget = settings.autotune_budget_s if self.budget_s is None else self.budget_s
+        mode = settings.autotune_policy if self.mode is None else self.mode
+        return AutotunePolicy("heuristics" if budget == 0 else mode, budget, self.allow_in_trace)
+
+    @property
+    def measures(self) -> bool:
+        return self.mode == "autotune"
+
+
+_override = jax.make_user_context(default_value=None)
+
+
+def current(own: AutotunePolicy) -> AutotunePolicy:
+    """The policy in force for a chain: the innermost override, else the chain's own."""
+    return (_override.value or own).resolved()
+
+
+@contextlib.contextmanager
+def policy_override(
+    chain: Any = None,
+    *,
+    autotune: bool | None = None,
+    policy: AutotunePolicy | None = None,
+    **fields: Any,
+) -> Iterator[AutotunePolicy]:
+    """Changes the policy of whatever chain runs inside a `with` block.
+
+    Args:
+      chain: A chain whose policy the change starts from; None starts from the policy in force.
+      autotune: Short for `mode="autotune"` or `mode="heuristics"`.
+      policy: A whole policy.
+      **fields: Single fields of `AutotunePolicy`.
+    """
+    base = policy or _override.value or getattr(chain, "policy", None) or AutotunePolicy()
+    if autotune is not None:
+        fields["mode"] = "autotune" if autotune else "heuristics"
+    changed = dataclasses.replace(base, **fields)
+    with _override(changed):
+        yield changed

@@ -1,0 +1,306 @@
+"""Measures candidates of a call: right before fast, within a budget, never fatal."""
+
+import concurrent.futures
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import _settings
+from ejkernel.ops.config import policy as policies
+from ejkernel.ops.config.cache import Stored
+from ejkernel.ops.core.kernel import FORWARD, Implementation, Invocation
+from ejkernel.ops.execution import benchmark
+from ejkernel.ops.utils import serialize
+
+logger = logging.getLogger("ejkernel")
+
+_CPU_CANDIDATES = 4
+# Candidates closer than this are equal; the fixed order decides.
+_NOISE = 0.02
+_SAMPLED_ROWS = 64
+
+Candidate = tuple[Implementation, Any]
+
+
+class Rejected(Exception):  # noqa: N818 - a verdict, not an error of the caller
+    """A candidate that must not win, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a tuning run found; `stored` is None when nothing was measured, with the reason."""
+
+    stored: Stored | None
+    failures: dict[str, str]
+    reason: str = ""
+
+
+class Tuner:
+    """Times candidates on representative inputs, each only after it gave the right numbers.
+
+    Args:
+      num_warmup: Calls before the clock starts.
+      num_iters: Calls that are timed, at most.
+      max_candidates: How many to try; None tries all, on a CPU four.
+    """
+
+    def __init__(
+        self, *, num_warmup: int = 1, num_iters: int = 10, max_candidates: int | None = None
+    ):
+        self.num_warmup, self.num_iters = num_warmup, num_iters
+        self.max_candidates = max_candidates
+        self.measured = 0  # candidates timed so far, by this tuner
+
+    def candidates(
+        self, inv: Invocation, implementations: Sequence[Implementation]
+    ) -> list[Candidate]:
+        """What to measure, in the fixed order: each implementation's guess first."""
+        made: list[Candidate] = []
+        for implementation in implementations:
+            configs = []
+            try:
+                configs.append(implementation.heuristic(inv.call, inv.direction))
+            except NotImplementedError:
+                logger.debug("%s has no heuristic", implementation.name)
+            configs += implementation.candidates(inv.call, inv.direction)
+            seen: set[str] = set()
+            for config in configs:
+                text = name_of(implementation, config)
+                if text not in seen:
+                    seen.add(text)
+                    made.append((implementation, config))
+        # guesses before variations, so that a short budget has met every implementation
+        first = {id(i): n for n, (i, _) in reversed(list(enumerate(made)))}
+        made.sort(key=lambda c: made.index(c) != first[id(c[0])])
+        limit = self.max_candidates
+        if limit is None and inv.target is not None and inv.target.kind == "cpu":
+            limit = _CPU_CANDIDATES
+        return made[:limit]
+
+    def tune(
+        self,
+        inv: Invocation,
+        implementations: Sequence[Implementation],
+        budget_s: float,
+        *,
+        known: Stored | None = None,
+        save: Callable[[Stored], None] = lambda stored: None,
+        configs: Sequence[Any] | None = None,
+    ) -> Result:
+        """The best candidate; `known` is an earlier run that was cut short."""
+        if configs is not None:
+            candidates = [(implementations[0], config) for config in configs]
+        else:
+            candidates = self.candidates(inv, implementations)
+        if len(candidates) < 2:
+            return Result(None, {}, "fewer than two candidates")
+        # a fresh thread has no trace and no mesh of the caller's
+        with concurrent.futures.ThreadPoolExecutor(1, "ejkernel-tuner") as pool:
+            return pool.submit(self._measure, inv, candidates, budget_s, known, save).result()
+
+    def _measure(
+        self,
+        inv: Invocation,
+        candidates: list[Candidate],
+        budget_s: float,
+        known: Stored | None,
+        save: Callable[[Stored], None],
+    ) -> Result:
+        settings = _settings.current()
+        logger.warning(
+            "tuning %s (%s): %d candidates, at most %.0f s; EJKERNEL_AUTOTUNE_POLICY=heuristics "
+            "turns this off",
+            inv.kernel.name,
+            inv.direction,
+            len(candidates),
+            budget_s,
+        )
+        times = dict(known.times_ms) if known is not None else {}
+        failures: dict[str, str] = {}
+        clock = benchmark.Stopwatch(budget_s)
+        with policies.policy_override(autotune=False):
+            try:
+                trial = _Trial(inv)
+            except Exception as error:  # noqa: BLE001 - tuning never stops a call
+                return Result(None, {}, f"no inputs to measure on: {_short(error)}")
+            for done, (implementation, config) in enumerate(candidates):
+                _show_progress(inv, done, len(candidates), times)
+                name = name_of(implementation, config)
+                if name in times:
+                    continue
+                if clock.over and times:
+                    failures[name] = "not measured: the budget was used up"
+                    continue
+                best = min(times.values(), default=None)
+                try:
+                    times[name] = self._time(trial, implementation, config, clock, best)
+                except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
+                    failures[name] = _short(error)
+                if settings.log_autotune:
+                    logger.warning("  %s: %s", name, times.get(name, failures.get(name)))
+                if name in times:
+                    save(self._best(candidates, times, failures, complete=False))
+            _show_progress(inv, len(candidates), len(candidates), times)
+        if not any(name_of(*candidate) in times for candidate in candidates):
+            return Result(None, failures, f"all {len(candidates)} candidates failed")
+        return Result(self._best(candidates, times, failures, complete=True), failures)
+
+    def _time(
+        self, trial: "_Trial", implementation: Implementation, config: Any, clock: Any, best: Any
+    ) -> float:
+        trial.check(implementation, config)
+        run = trial.run(implementation, config)
+        self.measured += 1
+        timing = benchmark.measure(
+            run,
+            num_warmup=self.num_warmup,
+            num_iters=self.num_iters,
+            budget_s=max(clock.left / 2, 0.05),
+            give_up_ms=None if best is None else 3 * best,
+        )
+        return timing.median
+
+    def _best(
+        self,
+        candidates: list[Candidate],
+        times: dict[str, float],
+        failures: dict[str, str],
+        complete: bool,
+    ) -> Stored:
+        timed = [c for c in candidates if name_of(*c) in times]
+        least = min(times[name_of(*c)] for c in timed)
+        winner = next(c for c in timed if times[name_of(*c)] <= least * (1 + _NOISE))
+        return Stored(
+            winner[0].name, winner[0].version, winner[1], dict(times), dict(failures), complete
+        )
+
+
+class _Trial:
+    """The inputs of a measurement, and the numbers that a candidate must give."""
+
+    def __init__(self, inv: Invocation):
+        self.inv = inv
+        self.args = inv.kernel.example_inputs(inv)
+        _check_memory(self.args)
+        self._finite_inputs = all(
+            bool(jnp.isfinite(x).all())
+            for x in jax.tree.leaves(self.args)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        )
+        self._residuals: Any = None
+        self._expected: Any = None
+
+    def run(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
+        """A compiled call of a candidate at full size."""
+        if self.inv.direction == FORWARD:
+            program = jax.jit(lambda args: implementation.forward(args, config)[0])
+            return lambda: program(self.args)
+        outputs, residuals, cotangents = self._saved()
+        program = jax.jit(
+            lambda args, outputs, residuals, cotangents: implementation.backward(
+                args, config, outputs, residuals, cotangents, self.inv.wanted
+            )
+        )
+        return lambda: program(self.args, outputs, residuals, cotangents)
+
+    def check(self, implementation: Implementation, config: Any) -> None:
+        """Raises unless the candidate agrees with the oracle on a small twin, and with the others."""
+        reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
+        if reason is not None:
+            raise Rejected(reason)
+        rows = [_sample(x) for x in jax.tree.leaves(self.run(implementation, config)())]
+        if self._finite_inputs and any(np.isnan(x).any() for x in rows):
+            raise Rejected("gives nan on finite inputs")
+        if self._expected is None:
+            self._expected = rows
+            return
+        for expected, row in zip(self._expected, rows, strict=True):
+            finite = np.isfinite(expected)
+            scale = max(np.abs(expected[finite]).max(initial=0.0), 1e-6)
+            allowed = 64 * _epsilon(row) * scale
+            same = np.array_equal(row[~finite], expected[~finite], equal_nan=True)
+            error = np.abs(row[finite].astype(np.float64) - expected[finite]).max(initial=0.0)
+            if not same or not error <= allowed:
+                raise Rejected("disagrees with the other candidates at full size")
+
+    def _saved(self) -> tuple[Any, Any, Any]:
+        """Outputs and residuals of a forward, and cotangents, for timing a backward."""
+        if self._residuals is None:
+            inv = dataclasses.replace(self.inv, direction=FORWARD, wanted=frozenset())
+            implementation = next(
+                i for i in inv.kernel.implementations(inv) if i.why_not(inv.call, FORWARD) is None
+            )
+            config = implementation.heuristic(inv.call, FORWARD)
+            outputs, residuals = jax.jit(lambda args: implementation.forward(args, config))(
+                self.args
+            )
+            leaves = jax.tree.leaves(outputs)
+            keys = jax.random.split(jax.random.key(1), max(len(leaves), 1))
+            cotangents = tuple(
+                jax.random.normal(k, o.shape, np.float32).astype(o.dtype)
+                for k, o in zip(keys, leaves, strict=False)
+            )
+            self._residuals = (tuple(leaves), residuals, cotangents)
+        return self._residuals
+
+
+def _sample(x: Any) -> np.ndarray:
+    """Up to 64 rows of an array, in float64 for the comparison."""
+    rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
+    index = np.linspace(0, max(len(rows) - 1, 0), min(len(rows), _SAMPLED_ROWS)).astype(int)
+    picked = np.asarray(rows[index])
+    if picked.dtype.kind not in "biu":
+        made = picked.astype(np.float32)
+        return made if picked.dtype.itemsize >= 4 else made.astype(np.float16)
+    return picked.astype(np.float64)
+
+
+def _epsilon(x: np.ndarray) -> float:
+    # halves may differ by a rounding of their last bit; bfloat16 has the widest one
+    return 2.0**-7 if x.dtype == np.float16 else float(np.finfo(np.float32).eps)
+
+
+def _check_memory(args: Any) -> None:
+    """Refuses inputs that would fill more than half of what is free."""
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
+    free = free_memory()
+    if free is not None and needed > free / 2:
+        raise MemoryError(f"its arrays take {needed >> 20} MiB of {free >> 20} MiB free")
+
+
+def free_memory() -> int | None:
+    """Bytes free on the default device, if it tells."""
+    stats = jax.devices()[0].memory_stats() if jax.devices()[0].platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if jax.devices()[0].platform == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def name_of(implementation: Implementation, config: Any) -> str:
+    """A candidate's name in records and logs."""
+    return f"{implementation.name} {serialize.stable_json(serialize.describe(config))}"
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+def _show_progress(inv: Invocation, done: int, total: int, times: dict[str, float]) -> None:
+    """One line that is written over, on a terminal only."""
+    if not sys.stderr.isatty():
+        return
+    bar = "#" * done + "." * (total - done)
+    best = f"best {min(times.values()):.3g} ms" if times else ""
+    end = "\n" if done == total else ""
+    sys.stderr.write(f"\rtuning {inv.kernel.name} ({inv.direction}) [{bar}] {best:<16}{end}")
+    sys.stderr.flush()
