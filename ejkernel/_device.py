@@ -1,7 +1,11 @@
 """Which device a call is for, and what that device can do."""
 
+import contextlib
 import dataclasses
 import functools
+import os
+import pathlib
+import platform
 from typing import Any
 
 import jax
@@ -19,13 +23,25 @@ class Target:
     capability: str | None = None  # compute capability or architecture of a GPU
 
 
+@functools.cache
+def _cpu_model() -> str:
+    """The processor and its cores: what is fast differs from one to another."""
+    name = platform.processor() or platform.machine() or "cpu"
+    with contextlib.suppress(OSError):
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+        found = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+        name = found[0] if found else name
+    return f"{name} x{os.cpu_count()}"
+
+
 @functools.lru_cache(maxsize=64)
 def describe(device: jax.Device) -> Target:
     """The target that a JAX device stands for."""
     capability = getattr(device, "compute_capability", None)
+    kind = _KINDS.get(device.platform, device.platform)
     return Target(
-        kind=_KINDS.get(device.platform, device.platform),
-        model=device.device_kind,
+        kind=kind,
+        model=_cpu_model() if kind == "cpu" else device.device_kind,
         capability=None if capability is None else str(capability),
     )
 
@@ -51,7 +67,7 @@ def find(mesh: Any = None) -> Target:
     if mesh is not None and not mesh.empty:
         return describe(mesh.devices.flat[0])
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None:
+    if abstract is not None and _KINDS.get(abstract.platform) != "cpu":
         return Target(kind=_KINDS.get(abstract.platform, "gpu"), model=abstract.device_kind)
     return describe(default_device())
 

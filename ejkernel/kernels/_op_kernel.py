@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import msgspec
 
-from ejkernel import _settings
+from ejkernel import _device, _settings
 from ejkernel.kernels import _oracle, _spec
 from ejkernel.kernels._registry import KernelEntry, Platform, _member, kernel_registry
+from ejkernel.ops import registry
 from ejkernel.ops.config.selection import refusal
 from ejkernel.ops.core.kernel import (
     FORWARD,
@@ -39,13 +42,15 @@ class OpKernel(Kernel):
 
     def __init__(self) -> None:
         super().__init__(name=self.op)
+        if "function" in vars(type(self)):
+            registry.remember_kernel(self)
 
     @property
     def spec(self) -> _spec.OpSpec:
         return kernel_registry.spec(self.op)
 
     def cache_token(self) -> Any:
-        return type(self), kernel_registry.generation
+        return type(self), kernel_registry.generation(self.op)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
         try:
@@ -122,6 +127,24 @@ class OpKernel(Kernel):
             "output_names": spec.outputs(args),
             "residual_names": spec.residuals,
         }
+
+    def restore(self, document: dict[str, Any]) -> Invocation:
+        arrays = {
+            name: jax.ShapeDtypeStruct(tuple(x["shape"]), jnp.dtype(x["dtype"]))
+            for name, x in document["arrays"].items()
+        }
+        statics = {
+            f.name: msgspec.convert(document["statics"][f.name], f.type)
+            for f in _spec.static_fields(self.spec.args)
+        }
+        return Invocation(
+            kernel=self,
+            call=self.spec.args(**arrays, **statics),
+            target=_device.find(),
+            platform=document["platform"],
+            direction=document["direction"],
+            wanted=frozenset(document["wanted"]),
+        )
 
     def example_inputs(self, inv: Invocation) -> Any:
         concrete = concrete_call(inv)

@@ -62,17 +62,19 @@ def _reference(
     spec: OpSpec, args: Any, cotangents: Any, wanted: tuple[str, ...], options: Any
 ) -> Answer:
     reference = spec.reference_fn()
-    arrays = args.arrays()
+    # one compilation is quicker than one for every operation; ids and lengths stay concrete
+    traced = {n: x for n, x in args.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
-    def both(*values: jax.Array) -> Any:
+    def both(traced: dict[str, jax.Array], cotangents: tuple[jax.Array, ...]) -> Any:
+        here = args.with_arrays(traced)
         outputs, pull = jax.vjp(
-            lambda *xs: reference(args.with_arrays(dict(zip(wanted, xs, strict=True)))), *values
+            lambda *xs: reference(here.with_arrays(dict(zip(wanted, xs, strict=True)))),
+            *(traced[name] for name in wanted),
         )
         pairs = zip(cotangents, outputs, strict=True)
         return outputs, pull(tuple(c.astype(o.dtype) for c, o in pairs))
 
-    # one compilation is quicker than one for every operation; ids and lengths stay concrete
-    outputs, gradients = jax.jit(both, compiler_options=options)(*(arrays[n] for n in wanted))
+    outputs, gradients = jax.jit(both, compiler_options=options)(traced, cotangents)
     return answer(spec, args, outputs, dict(zip(wanted, gradients, strict=True)))
 
 

@@ -1,5 +1,6 @@
 """All implementations of all ops: who can serve a call, and why the others cannot."""
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -154,7 +155,7 @@ class KernelRegistry:
         self._missing: dict[tuple[str, Platform], str] = {}
         self._loaded: set[str] = set()
         self._from_signature: set[str] = set()
-        self.generation = 0  # a change of the entries makes programs choose again
+        self._generation: dict[str, int] = collections.Counter()
 
     # Operations
 
@@ -225,12 +226,12 @@ class KernelRegistry:
             )
         kept = [e for e in self._entries.get(entry.op, ()) if e not in same]
         self._entries[entry.op] = sorted([*kept, entry], key=_rank)
-        self.generation += 1
+        self._generation[entry.op] += 1
 
     def unregister(self, entry: KernelEntry) -> None:
         """Takes a kernel out again."""
         self._entries[entry.op] = [e for e in self._entries[entry.op] if e is not entry]
-        self.generation += 1
+        self._generation[entry.op] += 1
         if not self._entries[entry.op] and entry.op in self._from_signature:
             self._from_signature.discard(entry.op)
             del self._specs[entry.op]
@@ -242,6 +243,11 @@ class KernelRegistry:
         self.spec(op)
         self._load(op)
         return list(self._entries.get(op, ()))
+
+    def generation(self, op: str) -> int:
+        """Counts changes of an op's entries; a change makes programs choose again."""
+        self._load(op)
+        return self._generation[op]
 
     def missing(self, op: str, platform: Platform | str) -> str:
         """Why an op has no kernel of a platform here."""

@@ -45,6 +45,10 @@ class ConfigChooser(abc.ABC):
         """Changes whenever an earlier answer may no longer hold."""
         return 0
 
+    def known(self, key: str) -> Any:
+        """What is remembered under a key; programs that used something else are made anew."""
+        return None
+
 
 class ConfigSelectorChain(ConfigChooser):
     """Asks each tier in turn; only measured configurations are ever stored.
@@ -78,6 +82,9 @@ class ConfigSelectorChain(ConfigChooser):
     @property
     def generation(self) -> int:
         return self.cache.generation
+
+    def known(self, key: str) -> Any:
+        return self.cache.get(key)
 
     def choose(self, inv: Invocation) -> Choice:
         able, refused = sort_out(inv)

@@ -211,6 +211,10 @@ class Kernel(Generic[Cfg, Out]):
             made[name] = jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
         return inv.call.with_arrays(made)
 
+    def restore(self, document: dict[str, Any]) -> Invocation:
+        """The invocation that `Invocation.document` describes, without data."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be restored from a label.")
+
     def check_candidate(
         self, inv: Invocation, implementation: Implementation, config: Any
     ) -> str | None:

@@ -2,18 +2,47 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from ejkernel import _device
+from ejkernel import _device, _settings
+from ejkernel.ops import registry
+from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core import autodiff, sharding
-from ejkernel.ops.core.kernel import BACKWARD, Invocation, Kernel, Request
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Invocation, Kernel, Request
 from ejkernel.ops.core.types import AbstractArgs
+from ejkernel.ops.utils import hlo
 
 _MAX_PROGRAMS = 4096
+
+
+class _Array:
+    """Stands for an array in the key of a program; `jax.jit` tells shapes and dtypes apart."""
+
+
+_ARRAY = _Array()
+
+
+@dataclasses.dataclass(eq=False)
+class _Program:
+    """A compiled kind of call, and what the chooser had remembered when it was traced."""
+
+    run: Callable[..., Any]
+    generation: int
+    known: dict[str, Any]
+
+    def holds(self, chooser: ConfigChooser) -> bool:
+        """Whether the chooser would still say the same; a later tuning is seen here."""
+        if self.generation == chooser.generation:
+            return True
+        if any(chooser.known(key) is not value for key, value in self.known.items()):
+            return False
+        self.generation = chooser.generation
+        return True
 
 
 class Executor:
@@ -21,7 +50,7 @@ class Executor:
 
     def __init__(self, chooser: ConfigChooser | None = None):
         self.chooser = chooser if chooser is not None else ConfigSelectorChain()
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Any, _Program] = {}
 
     def __call__(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         return self.run(kernel, kernel.bind(args, kwargs, cfg))
@@ -42,38 +71,57 @@ class Executor:
             else:
                 # 1, 1.0 and True are equal but not alike, and so are 0.0 and -0.0
                 statics.append((type(leaf), leaf if leaf else repr(leaf)))
-        key = (kernel.cache_token(), tree, tuple(statics), where, self.chooser.generation)
+        key = (kernel.cache_token(), tree, tuple(statics), where)
         try:
             program = self._programs.get(key)
         except TypeError:  # an option that cannot be hashed: nothing to remember the program by
-            return self._program(kernel, leaves, tree, [])(*arrays)
-        if program is None:
-            held = [call] if where is not None else []
-            program = self._program(kernel, leaves, tree, held)
-            try:
-                result = program(*arrays)  # remembered only if it works
-            finally:
-                held.clear()  # the program must not keep the arrays of its first call alive
-            if len(self._programs) >= _MAX_PROGRAMS:
-                self._programs.pop(next(iter(self._programs)))
-            self._programs[key] = program
-            return result
-        return program(*arrays)
+            return self._program(kernel, leaves, tree, []).run(*arrays)
+        if program is not None and program.holds(self.chooser):
+            return program.run(*arrays)
+        held = [call] if where is not None else []
+        program = self._program(kernel, leaves, tree, held)
+        try:
+            result = program.run(*arrays)  # remembered only if it works
+        finally:
+            held.clear()  # the program must not keep the arrays of its first call alive
+        program.generation = self.chooser.generation
+        if len(self._programs) >= _MAX_PROGRAMS:
+            self._programs.pop(next(iter(self._programs)))
+        self._programs[key] = program
+        return result
 
-    def choose(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Choice:
-        """The choice that a call with these arguments would run with."""
+    def invocation(
+        self,
+        kernel: Kernel,
+        *args: Any,
+        direction: str = FORWARD,
+        wanted: frozenset[str] = frozenset(),
+        cfg: Any = None,
+        **kwargs: Any,
+    ) -> Invocation:
+        """The invocation that a call with these arguments makes."""
         call = kernel.bind(args, kwargs, cfg)
         canonical, request = kernel.prepare(call)
         target = _device.of_arrays(jax.tree.leaves(call)) or _device.find(request.mesh)
-        return self.chooser.choose(_invocation(kernel, canonical, request, target))
+        inv = _invocation(kernel, canonical, request, target)
+        if direction == FORWARD:
+            return inv
+        return dataclasses.replace(
+            inv, direction=direction, wanted=wanted, override=request.backward
+        )
+
+    def choose(self, kernel: Kernel, *args: Any, **kwargs: Any) -> Choice:
+        """The choice that a call with these arguments would run with."""
+        return self.chooser.choose(self.invocation(kernel, *args, **kwargs))
 
     def _program(
         self, kernel: Kernel, leaves: list[Any], tree: Any, held: list[dict[str, Any]]
-    ) -> Any:
+    ) -> _Program:
         """Compiles a kind of call; `held` has the first call while it is traced."""
         slots = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         options = [None if slot else leaf for leaf, slot in zip(leaves, slots, strict=True)]
         placed = _device.of_arrays(leaves)
+        known: dict[str, Any] = {}
 
         def program(*arrays):
             remaining = iter(arrays)
@@ -84,42 +132,38 @@ class Executor:
             args, request = kernel.prepare(jax.tree.unflatten(tree, filled))
             target = placed or _device.find(request.mesh)
             metadata = {"concrete": lambda: kernel.prepare(held[0])[0] if held else None}
-            run = functools.partial(
-                self._compute, kernel, request=request, target=target, metadata=metadata
-            )
+
+            def run(args: AbstractArgs) -> Any:
+                inv = _invocation(kernel, args, request, target, metadata)
+                return self._compute(inv, request, known)
+
             return kernel.finish(args, sharding.apply(kernel, run, args, request))
 
-        return jax.jit(program, inline=True)
+        return _Program(jax.jit(program, inline=True), self.chooser.generation, known)
 
-    def _compute(
-        self,
-        kernel: Kernel,
-        args: AbstractArgs,
-        *,
-        request: Request,
-        target: _device.Target,
-        metadata: dict[str, Any],
-    ) -> tuple[jax.Array, ...]:
-        inv = _invocation(kernel, args, request, target, metadata)
+    def _choose(self, inv: Invocation, known: dict[str, Any]) -> Choice:
+        if _settings.current().ops_record:
+            registry.record_invocation(inv.kernel, inv)
         choice = self.chooser.choose(inv)
-        implementation = choice.implementation
-        with jax.named_scope(f"ejkernel.{kernel.name}.{implementation.name}"):
+        if choice.source != "override":
+            known[inv.key] = self.chooser.known(inv.key)
+        return choice
+
+    def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> Any:
+        choice = self._choose(inv, known)
+        kernel, implementation = inv.kernel, choice.implementation
+        with hlo.stamp(inv, choice):
             if implementation.derivative == "jax":
-                return implementation.forward(args, choice.cfg)[0]
+                return implementation.forward(inv.call, choice.cfg)[0]
 
             def backward(args, outputs, residuals, cotangents, wanted):
-                chosen = self.chooser.choose(
-                    dataclasses.replace(
-                        inv,
-                        call=args,
-                        direction=BACKWARD,
-                        wanted=wanted,
-                        override=request.backward,
+                changes = {"direction": BACKWARD, "wanted": wanted, "override": request.backward}
+                there = dataclasses.replace(inv, call=args, **changes)
+                chosen = self._choose(there, known)
+                with hlo.stamp(there, chosen):
+                    return chosen.implementation.backward(
+                        args, chosen.cfg, outputs, residuals, cotangents, wanted
                     )
-                )
-                return chosen.implementation.backward(
-                    args, chosen.cfg, outputs, residuals, cotangents, wanted
-                )
 
             structure = []
 
@@ -129,13 +173,9 @@ class Executor:
                 structure[:] = [tree]
                 return tuple(leaves), tuple(residuals)
 
-            rule = autodiff.Rule(
-                op=kernel.name,
-                forward=forward,
-                backward=backward,
-                **kernel.derivative_parts(args),
-            )
-            outputs = autodiff.apply(rule, args)
+            parts = kernel.derivative_parts(inv.call)
+            rule = autodiff.Rule(op=kernel.name, forward=forward, backward=backward, **parts)
+            outputs = autodiff.apply(rule, inv.call)
             return jax.tree.unflatten(structure[0], outputs)
 
 
@@ -156,14 +196,7 @@ def _invocation(
     )
 
 
-class _Array:
-    """Stands for an array in the key of a program; `jax.jit` tells shapes and dtypes apart."""
-
-
-_ARRAY = _Array()
-
-
 @functools.cache
 def default_executor() -> Executor:
     """The executor that public functions and directly called kernels use."""
-    return Executor()
+    return Executor(ConfigSelectorChain(persistent=PersistentCache()))

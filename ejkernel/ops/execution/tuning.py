@@ -62,7 +62,8 @@ class Tuner:
         self, inv: Invocation, implementations: Sequence[Implementation]
     ) -> list[Candidate]:
         """What to measure, in the fixed order: each implementation's guess first."""
-        made: list[Candidate] = []
+        guesses: list[Candidate] = []
+        variations: list[Candidate] = []
         for implementation in implementations:
             configs = []
             try:
@@ -70,15 +71,13 @@ class Tuner:
             except NotImplementedError:
                 logger.debug("%s has no heuristic", implementation.name)
             configs += implementation.candidates(inv.call, inv.direction)
-            seen: set[str] = set()
-            for config in configs:
-                text = name_of(implementation, config)
-                if text not in seen:
-                    seen.add(text)
-                    made.append((implementation, config))
+            named = {name_of(implementation, config): config for config in reversed(configs)}
+            first, *rest = list(reversed(named.values())) or [None]
+            if named:
+                guesses.append((implementation, first))
+                variations += [(implementation, config) for config in rest]
         # guesses before variations, so that a short budget has met every implementation
-        first = {id(i): n for n, (i, _) in reversed(list(enumerate(made)))}
-        made.sort(key=lambda c: made.index(c) != first[id(c[0])])
+        made = guesses + variations
         limit = self.max_candidates
         if limit is None and inv.target is not None and inv.target.kind == "cpu":
             limit = _CPU_CANDIDATES
@@ -194,11 +193,18 @@ class _Trial:
             for x in jax.tree.leaves(self.args)
             if jnp.issubdtype(x.dtype, jnp.floating)
         )
+        self._last: tuple[str, Any] = ("", None)
         self._residuals: Any = None
         self._expected: Any = None
 
     def run(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
         """A compiled call of a candidate at full size."""
+        name = name_of(implementation, config)
+        if name != self._last[0]:
+            self._last = (name, self._build(implementation, config))
+        return self._last[1]
+
+    def _build(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
         if self.inv.direction == FORWARD:
             program = jax.jit(lambda args: implementation.forward(args, config)[0])
             return lambda: program(self.args)

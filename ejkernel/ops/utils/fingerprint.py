@@ -58,3 +58,17 @@ def document(
 def key(call: Mapping[str, Any]) -> str:
     """The hash of a document, under which a configuration is remembered."""
     return hashlib.sha256(serialize.stable_json(call).encode()).hexdigest()
+
+
+def default_key_builder_with_sharding(kernel: Any, args: Any, kwargs: Any, **where: Any) -> str:
+    """The key of a call, with the shardings of its arrays, as a chain computes it.
+
+    Args:
+      kernel: The kernel.
+      args: Its positional arguments.
+      kwargs: Its keyword arguments.
+      **where: `direction`, `wanted` or `cfg`, as in `Executor.invocation`.
+    """
+    from ejkernel.ops.execution.executor import Executor
+
+    return Executor().invocation(kernel, *args, **dict(kwargs), **where).key

@@ -1,0 +1,57 @@
+"""Recorded invocations, and the kernels they name."""
+
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from ejkernel.ops.core.kernel import Invocation, Kernel
+
+_recorded: dict[str, Invocation] = {}
+_kernels: "weakref.WeakValueDictionary[str, Kernel]" = weakref.WeakValueDictionary()
+
+
+def record_invocation(kernel: Kernel, inv: Invocation) -> None:
+    """Keeps one call for a later tuning run: shapes and options, no data; equal calls once."""
+    if inv.kernel is not kernel:
+        raise ValueError(f"`record_invocation`: {inv.kernel.name!r} is not {kernel.name!r}.")
+    avals = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inv.call.arrays().items()
+    }
+    abstract = dataclasses.replace(inv, call=inv.call.with_arrays(avals), metadata={})
+    # the key of the call itself: it knows the precision and shardings of the moment
+    for name in ("document", "key"):
+        abstract.__dict__[name] = getattr(inv, name)
+    _recorded[inv.key] = abstract
+    _kernels[kernel.name] = kernel
+
+
+def get_invocations() -> list[Invocation]:
+    """The recorded calls, oldest first."""
+    return list(_recorded.values())
+
+
+def clear_invocations() -> None:
+    """Forgets all recorded calls."""
+    _recorded.clear()
+
+
+def remember_kernel(kernel: Kernel) -> None:
+    """Makes a kernel known by name, so that a label can be turned back into a call."""
+    _kernels[kernel.name] = kernel
+
+
+def kernel_named(name: str) -> Kernel | None:
+    return _kernels.get(name)
+
+
+def from_labels(labels: Iterable[Any]) -> list[Invocation]:
+    """The calls that json stamps in a program describe, for kernels known in this process."""
+    made = []
+    for item in labels:
+        kernel = kernel_named(item.name) if item.document is not None else None
+        if kernel is not None:
+            made.append(kernel.restore(item.document["call"]))
+    return made
