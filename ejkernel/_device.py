@@ -29,7 +29,9 @@ def _cpu_model() -> str:
     name = platform.processor() or platform.machine() or "cpu"
     with contextlib.suppress(OSError):
         text = pathlib.Path("/proc/cpuinfo").read_text()
-        found = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+        found = [
+            line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line
+        ]
         name = found[0] if found else name
     return f"{name} x{os.cpu_count()}"
 

@@ -5,6 +5,13 @@ class UnsupportedError(NotImplementedError):
     """The call is valid, but the implementation asked for cannot serve it here."""
 
 
+class UnsupportedGroupError(ExceptionGroup, UnsupportedError):
+    """Nobody can serve the call: one `UnsupportedError` for each implementation that was asked."""
+
+    def derive(self, excs):
+        return UnsupportedGroupError(self.message, excs)
+
+
 class SettingsError(ValueError):
     """An `EJKERNEL_*` variable or override has a value that is not allowed."""
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ejkernel import _device, _settings
 from ejkernel.kernels import _oracle, _spec
-from ejkernel.kernels._registry import KernelEntry, Platform, _member, kernel_registry
+from ejkernel.kernels._registry import Backend, KernelEntry, Platform, _member, kernel_registry
 from ejkernel.ops import registry
 from ejkernel.ops.config.selection import refusal
 from ejkernel.ops.core.kernel import (
@@ -23,6 +23,7 @@ from ejkernel.ops.core.kernel import (
     concrete_call,
 )
 from ejkernel.ops.core.sharding import Layout
+from ejkernel.ops.core.types import BwdParams, FwdParams
 from ejkernel.ops.execution.executor import default_executor
 
 # Arguments of every public function besides the op's own.
@@ -71,12 +72,13 @@ class OpKernel(Kernel):
 
     def prepare(self, call: dict[str, Any]) -> tuple[_spec.OpArgs, Request]:
         request = self._request(call)
-        values = {name: value for name, value in call.items() if name not in CALL_ARGUMENTS}
+        values = self.spec.unpack({n: v for n, v in call.items() if n not in CALL_ARGUMENTS})
         if _settings.current().typecheck:
             _spec.check_types(self.op, self.spec.args, values)
         return self.spec.canonicalize(values), request
 
     def _request(self, call: dict[str, Any]) -> Request:
+        """What was asked for besides the computation; contradictions are refused."""
         platform, cfg = str(call["platform"]).lower(), call["cfg"]
         if platform not in ("auto", *Platform):
             raise ValueError(
@@ -99,19 +101,28 @@ class OpKernel(Kernel):
                 raise ValueError(
                     f"`{self.op}`: give either `cfg` or `fwd_params`/`bwd_params`, not both."
                 )
-            if isinstance(cfg, self.spec.config):
-                fwd, bwd = cfg.fwd_params, cfg.bwd_params
-            else:
+            if not isinstance(cfg, self.spec.config):
                 raise TypeError(
                     f"`{self.op}`: `cfg` must be a {self.spec.config.__name__}; got {cfg!r}."
                 )
+            fwd, bwd = cfg.fwd_params, cfg.bwd_params
+        for name, params, kind in (("fwd_params", fwd, FwdParams), ("bwd_params", bwd, BwdParams)):
+            if not (params is None or isinstance(params, kind) or dataclasses.is_dataclass(params)):
+                raise TypeError(f"`{self.op}`: `{name}` must be a {kind.__name__}; got {params!r}.")
+        backend = getattr(cfg, "backend", None)
+        if backend not in (None, *Backend):
+            raise ValueError(
+                f"`{self.op}`: `cfg.backend` must be one of {[str(b) for b in Backend]}; "
+                f"got {backend!r}."
+            )
+        backend = "any" if backend is None else str(backend)
         placement = {name: call[name] for name in ("mesh", "in_specs", "out_specs")}
         absent = [name for name, value in placement.items() if value is None]
         if absent and len(absent) < len(placement):
             raise ValueError(
                 f"`{self.op}`: `mesh`, `in_specs` and `out_specs` go together; {absent} missing."
             )
-        return Request(platform=platform, forward=fwd, backward=bwd, **placement)
+        return Request(platform=platform, backend=backend, forward=fwd, backward=bwd, **placement)
 
     def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
         return outputs[0] if len(outputs) == 1 else outputs
@@ -178,9 +189,7 @@ class OpKernel(Kernel):
 
         outputs, gradients = run(problem.args, problem.cotangents)
         gradients = {name: gradients[name] for name in wanted if name in gradients}
-        return _oracle.mismatch(
-            _oracle.answer(self.spec, args, outputs, gradients), problem
-        )
+        return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
 
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         entries = kernel_registry.list(self.op)
@@ -189,7 +198,7 @@ class OpKernel(Kernel):
             if not entries:
                 reason = kernel_registry.missing(self.op, inv.platform)
                 raise refusal(inv, {inv.platform: reason})
-        return [entry.implementation(inv.target) for entry in entries]
+        return [entry.implementation(inv.target, inv.backend) for entry in entries]
 
 
 _solved: dict[str, _oracle.Problem] = {}

@@ -43,8 +43,8 @@ def _parameters(op: str, fn: Callable[..., Any]) -> list[inspect.Parameter]:
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             raise TypeError(
-                f"`{op}`: {fn.__name__} takes {str(parameter).partition(':')[0]}, so nobody can tell which "
-                "arguments it acts on; name them."
+                f"`{op}`: {fn.__name__} takes {str(parameter).partition(':')[0]}, so nobody can "
+                "tell which arguments it acts on; name them."
             )
     return parameters
 

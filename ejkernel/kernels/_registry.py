@@ -131,13 +131,22 @@ class KernelEntry:
         """A config from plain values; unknown or impossible values are refused."""
         return msgspec.convert(plain, self.config.Config)
 
-    def implementation(self, target: _device.Target | None) -> Implementation:
+    def implementation(
+        self, target: _device.Target | None, backend: str = Backend.ANY
+    ) -> Implementation:
+        """This entry for a target; `backend` is the kind of device the caller insists on."""
+
+        def why_not(args: Any, direction: str) -> str | None:
+            if target is not None and backend not in (Backend.ANY, target.kind):
+                return f"`cfg.backend` asks for {backend}; this call is for {target.kind}"
+            return self.why_not(args, target)
+
         return Implementation(
             name=self.name,
             version=self.version,
             forward=self.fn,
             backward=self.backward,
-            why_not=lambda args, direction: self.why_not(args, target),
+            why_not=why_not,
             heuristic=functools.partial(self.heuristic, target=target),
             candidates=functools.partial(self.candidates, target=target),
             configure=functools.partial(self.configure, target=target),

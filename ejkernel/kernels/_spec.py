@@ -118,11 +118,13 @@ class OpSpec:
 
     name: str
     args: type[OpArgs]
-    canonicalize: Callable[[dict[str, Any]], OpArgs]
+    canonicalize: Callable[[dict[str, Any]], OpArgs]  # of unpacked values, types checked
     reference: str | Callable[[Any], tuple[jax.Array, ...]]
     differentiable: frozenset[str]
     outputs: Callable[[Any], tuple[str, ...]]  # names of the outputs of a call
     output_axes: dict[str, tuple[str, ...]]
+    # arguments that stand for others, such as `mask_info`, taken apart before types are checked
+    unpack: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
@@ -150,7 +152,7 @@ class OpSpec:
 
     def make(self, case: Case, dtype: Any, key: jax.Array) -> OpArgs:
         """The canonical arguments of a case."""
-        return self.canonicalize(self.complete(case.values(dtype, key)))
+        return self.canonicalize(self.unpack(self.complete(case.values(dtype, key))))
 
     def complete(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Public arguments with the defaults of those left out, scalars made arrays."""
@@ -230,7 +232,9 @@ def axes_of(annotation: Any) -> tuple[str, ...]:
 def check_types(op: str, cls: type, values: Mapping[str, Any]) -> None:
     """Checks public arguments against the annotations of an args type; axes must agree."""
     sizes: dict[str, tuple[int, str]] = {}
-    for field in public_fields(cls):
+    for field in dataclasses.fields(cls):
+        if field.name not in values:
+            continue
         value = values[field.name]
         if field.metadata.get("static"):
             _check_static(op, field, value)

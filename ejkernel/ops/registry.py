@@ -17,9 +17,7 @@ def record_invocation(kernel: Kernel, inv: Invocation) -> None:
     """Keeps one call for a later tuning run: shapes and options, no data; equal calls once."""
     if inv.kernel is not kernel:
         raise ValueError(f"`record_invocation`: {inv.kernel.name!r} is not {kernel.name!r}.")
-    avals = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inv.call.arrays().items()
-    }
+    avals = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inv.call.arrays().items()}
     abstract = dataclasses.replace(inv, call=inv.call.with_arrays(avals), metadata={})
     # the key of the call itself: it knows the precision and shardings of the moment
     for name in ("document", "key"):

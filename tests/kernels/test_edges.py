@@ -24,7 +24,7 @@ def arrays(batch, t, s, heads, groups, d, e, seed=0):
 
 
 def make(values):
-    return SPEC.canonicalize(SPEC.complete(values))
+    return SPEC.canonicalize(SPEC.unpack(SPEC.complete(values)))
 
 
 def run(entry_name, args, made=None):

@@ -16,7 +16,14 @@ MASK_HINT = (
     " Write `mask[:, None, None, :]` for key padding [B, S], `mask[None, None]` for [T, S] "
     "and `mask[:, None]` for [B, T, S]."
 )
+_INT32_MAX = 2**31 - 1
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def as_bool(mask: Any) -> jax.Array:
+    """True where a mask is nonzero."""
+    mask = jnp.asarray(mask)
+    return mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype)
 
 
 def check_floats(op: str, **arrays: jax.Array) -> None:
@@ -64,7 +71,8 @@ def canonical_window(op: str, window: Any, causal: bool) -> Window:
             )
         if not isinstance(window, tuple | list) and window < 0:
             raise ValueError(f"`{op}`: `sliding_window` must be >= 0 as an int; got {window}.")
-        left, right = (None if w in (None, -1) else int(w) for w in pair)
+        # a limit beyond every 32-bit position is none
+        left, right = (None if w in (None, -1) or w >= _INT32_MAX else int(w) for w in pair)
     if causal:
         right = 0 if right is None else min(right, 0)
     return left, right
@@ -108,6 +116,8 @@ def canonical_sinks(op: str, sinks: Any, num_q_heads: int) -> jax.Array | None:
 
 def seed_array(seed: Any) -> Any:
     """The words (low, high) of a Python seed; arrays pass."""
+    if isinstance(seed, np.integer) and seed < 0:
+        return np.asarray(seed)  # a signed scalar is reinterpreted, like an array
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         return seed
     seed = int(seed)

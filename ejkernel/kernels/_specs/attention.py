@@ -53,6 +53,7 @@ SPEC = _spec.OpSpec(
     name="attention",
     args=AttentionArgs,
     canonicalize=canonicalize,
+    unpack=lambda values: flash_attention.unpack(values, op="attention"),
     reference="ejkernel.kernels._reference.attention:attention",
     differentiable=flash_attention.SPEC.differentiable,
     outputs=lambda args: ("out", "weights"),

@@ -12,6 +12,8 @@ from ejkernel.kernels import _spec
 from ejkernel.kernels._specs import _attention_cases, _common
 from ejkernel.kernels._specs._common import MASK_HINT, Window
 from ejkernel.ops.core.types import BwdParams, FwdParams
+from ejkernel.types import MaskInfo
+from ejkernel.xla_utils import segments
 
 
 def _no_window(window: Window, args: Any) -> bool:
@@ -32,9 +34,7 @@ class FlashAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
-    softmax_scale: float | None = _spec.static(
-        default=None, unset=_default_scale, computed=True
-    )
+    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
     dropout_prob: float = _spec.static(default=0.0)
     dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -66,8 +66,8 @@ class FlashAttentionConfig:
 
 
 def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAttentionArgs:
-    """Checks a call and brings it to the one form that kernels see."""
-    call = _unpack_mask_info(op, values)
+    """Checks an unpacked call and brings it to the one form that kernels see."""
+    call = values
     query, key, value = (jnp.asarray(call[name]) for name in ("query", "key", "value"))
     batch, t, num_q_heads, head_dim = query.shape
     _, s, num_kv_heads, _ = key.shape
@@ -77,8 +77,6 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
     prob, seed = _common.canonical_dropout(op, call["dropout_prob"], call["dropout_seed"])
     names = ("q_segment_ids", "kv_segment_ids")
     q_ids, kv_ids = _common.pair_up(op, names, *(call[n] for n in names), t, s)
-    if q_ids is not None:
-        q_ids, kv_ids = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (q_ids, kv_ids))
     names = ("cum_seqlens_q", "cum_seqlens_k")
     cum_q, cum_k = _common.pair_up(op, names, *(call[n] for n in names), t, s)
     _common.check_cum_seqlens(op, batch, cum_q, cum_k)
@@ -88,7 +86,7 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
         query=query,
         key=key,
         value=value,
-        attention_mask=None if mask is None else jnp.asarray(mask) != 0,
+        attention_mask=None if mask is None else _common.as_bool(mask),
         bias=_as_array(call["bias"]),
         causal=causal,
         softmax_scale=_common.canonical_scale(op, call["softmax_scale"], head_dim),
@@ -113,30 +111,19 @@ def _as_array(value: Any, dtype: Any = None) -> jax.Array | None:
     return None if value is None else jnp.asarray(value, dtype)
 
 
-def _unpack_mask_info(op: str, values: dict[str, Any]) -> dict[str, Any]:
+def unpack(values: dict[str, Any], op: str = "flash_attention") -> dict[str, Any]:
     """Merges `mask_info` into the other arguments; what is given twice is refused."""
     call = dict(values)
     info = call.pop("mask_info", None)
     if info is None:
         return call
-    cum_q, cum_k = info.cum_seqlens_q, info.cum_seqlens_k
-    if info.q_lengths is not None or info.kv_lengths is not None:
-        if cum_q is not None:
-            raise ValueError(f"`{op}`: `mask_info` has both lengths and cum_seqlens.")
-        cum_q, cum_k = (
-            None
-            if n is None
-            else jnp.cumulative_sum(jnp.asarray(n, jnp.int32), include_initial=True)
-            for n in (info.q_lengths, info.kv_lengths)
-        )
-        # keys of unequal length, queries all real: every row of queries is whole
-        t, batch = call["query"].shape[1], call["query"].shape[0]
-        s = call["key"].shape[1]
-        cum_q = jnp.arange(batch + 1, dtype=jnp.int32) * t if cum_q is None else cum_q
-        cum_k = jnp.arange(batch + 1, dtype=jnp.int32) * s if cum_k is None else cum_k
+    if not isinstance(info, MaskInfo):
+        raise TypeError(f"`{op}`: `mask_info` must be a MaskInfo; got {type(info).__name__}.")
+    batch = call["query"].shape[0]
+    cum_q, cum_k = _cum_seqlens(op, info, call)
     merged = {
-        "q_segment_ids": info.q_segment_ids,
-        "kv_segment_ids": info.kv_segment_ids,
+        "q_segment_ids": _rows(info.q_segment_ids, batch),
+        "kv_segment_ids": _rows(info.kv_segment_ids, batch),
         "cum_seqlens_q": cum_q,
         "cum_seqlens_k": cum_k,
     }
@@ -147,13 +134,49 @@ def _unpack_mask_info(op: str, values: dict[str, Any]) -> dict[str, Any]:
         if inside:
             call.update({name: merged[name] for name in pair})
     if info.attention_mask is not None:
-        mask = info.attention_mask != 0
-        given = call["attention_mask"]
-        call["attention_mask"] = mask if given is None else mask & (jnp.asarray(given) != 0)
+        call["attention_mask"] = _both(op, info.attention_mask, call["attention_mask"])
     call["causal"] = call["causal"] or info.causal
     call["_window"] = info.sliding_window or (None, None)
     call["q_positions"], call["kv_positions"] = info.q_positions, info.kv_positions
     return call
+
+
+def _rows(ids: Any, batch: int) -> Any:
+    """Ids of one row serve all rows."""
+    if ids is None or ids.ndim != 2 or ids.shape[0] != 1:
+        return ids
+    return jnp.broadcast_to(ids, (batch, ids.shape[1]))
+
+
+def _both(op: str, a: Any, b: Any) -> Any:
+    if b is None:
+        return a
+    try:
+        return _common.as_bool(a) & _common.as_bool(b)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`{op}`: `attention_mask` {jnp.shape(b)} and that of `mask_info`, {jnp.shape(a)}, do "
+            "not broadcast together."
+        ) from None
+
+
+def _cum_seqlens(op: str, info: MaskInfo, call: dict[str, Any]) -> tuple[Any, Any]:
+    """Cumulative lengths from either form; a side without lengths is whole."""
+    if info.q_lengths is None and info.kv_lengths is None:
+        return info.cum_seqlens_q, info.cum_seqlens_k
+    if info.cum_seqlens_q is not None:
+        raise ValueError(f"`{op}`: `mask_info` has both lengths and cum_seqlens.")
+    made = []
+    for name, lengths, data in (("q", info.q_lengths, "query"), ("kv", info.kv_lengths, "key")):
+        batch, size = call[data].shape[:2]
+        if lengths is not None and lengths.shape != (batch,):
+            raise ValueError(
+                f"`{op}`: `mask_info.{name}_lengths` must be [{batch}], one a row of `{data}`; "
+                f"got {lengths.shape}."
+            )
+        lengths = jnp.full(batch, size) if lengths is None else lengths
+        made.append(segments.lengths_to_cu_seqlens(lengths))
+    return made[0], made[1]
 
 
 def publish(args: FlashAttentionArgs) -> dict[str, Any]:
@@ -243,6 +266,7 @@ SPEC = _spec.OpSpec(
     name="flash_attention",
     args=FlashAttentionArgs,
     canonicalize=canonicalize,
+    unpack=unpack,
     reference="ejkernel.kernels._reference.flash_attention:flash_attention",
     formula="ejkernel.kernels._xla.flash_attention.formula:flash_attention",
     differentiable=frozenset({"query", "key", "value", "bias", "softmax_aux"}),

@@ -105,6 +105,8 @@ def scaled_dot_product_attention(
     is_causal = _one_of(op, "is_causal", is_causal or None, "causal", causal) or False
     scale = _one_of(op, "scale", scale, "softmax_scale", softmax_scale)
     window = _one_of(op, "local_window_size", local_window_size, "sliding_window", sliding_window)
+    chosen = options.pop("platform", None)
+    platform = _one_of(op, "implementation", implementation, "platform", chosen)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     if (batched := query.ndim == 4) is False:
         query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
@@ -113,7 +115,17 @@ def scaled_dot_product_attention(
             f"`{op}`: `query` and `key` must be [b, t, h, d] or [t, h, d]; got {query.shape} and "
             f"{key.shape}."
         )
-    info = _top_left(query, key, query_seq_lengths, key_value_seq_lengths, is_causal or window)
+    for name, lengths in (
+        ("query_seq_lengths", query_seq_lengths),
+        ("key_value_seq_lengths", key_value_seq_lengths),
+    ):
+        if lengths is not None and jnp.shape(lengths) != query.shape[:1]:
+            raise ValueError(
+                f"`{op}`: `{name}` must be [{query.shape[0]}], one length a row; "
+                f"got {jnp.shape(lengths)}."
+            )
+    moved = is_causal or window is not None
+    info = _top_left(query, key, query_seq_lengths, key_value_seq_lengths, moved)
     result = flash_attention(
         query,
         key,
@@ -125,7 +137,7 @@ def scaled_dot_product_attention(
         sliding_window=window,
         mask_info=info,
         return_lse=return_residual,
-        platform=implementation or "auto",
+        platform=platform or "auto",
         **options,
     )
     if return_residual:
@@ -135,8 +147,12 @@ def scaled_dot_product_attention(
     return result if batched else result[0]
 
 
+def _pair(window: Any) -> Any:
+    return (window, window) if isinstance(window, int) else window
+
+
 def _one_of(op: str, name: str, value: Any, alias: str, other: Any) -> Any:
-    if value is not None and other is not None and value != other:
+    if value is not None and other is not None and _pair(value) != _pair(other):
         raise ValueError(f"`{op}`: `{name}={value}` contradicts its other name `{alias}={other}`.")
     return value if value is not None else other
 

@@ -33,7 +33,7 @@ def merge_attention_states(
             f"`{op}`: `lse_a` must be {(batch, heads, t)} for `out_a` {out_a.shape}; "
             f"got {lse_a.shape}."
         )
-    wide = jnp.promote_types(out_a.dtype, jnp.float32)
+    wide = jnp.float64 if out_a.dtype == jnp.float64 else jnp.float32
     parts = ((out_a, lse_a), (out_b, lse_b))
     (first, lse_a), (second, lse_b) = (
         (out.astype(wide).transpose(0, 2, 1, 3), lse.astype(wide)) for out, lse in parts

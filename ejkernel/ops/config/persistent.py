@@ -37,10 +37,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     config: Any
     config_type: str
-    times_ms: dict[str, float] = {}  # noqa: RUF012 - msgspec copies defaults
-    failures: dict[str, str] = {}  # noqa: RUF012
+    times_ms: dict[str, float] = {}
+    failures: dict[str, str] = {}
     complete: bool = True
-    versions: dict[str, str] = {}  # noqa: RUF012
+    versions: dict[str, str] = {}
     date: str = ""
 
 
@@ -148,9 +148,7 @@ class PersistentCache:
 
     def add(self, record: Record) -> None:
         """Writes a record that was read elsewhere."""
-        self._write(
-            self._file(record.key, record.op, record.device), msgspec.json.encode(record)
-        )
+        self._write(self._file(record.key, record.op, record.device), msgspec.json.encode(record))
 
     # Files
 

@@ -26,10 +26,12 @@ class AutotunePolicy:
 
     def __post_init__(self) -> None:
         if self.mode not in (None, *_MODES):
-            raise ValueError(f"`AutotunePolicy`: `mode` must be one of {_MODES}; got {self.mode!r}.")
+            raise ValueError(
+                f"`AutotunePolicy`: `mode` must be one of {_MODES}; got {self.mode!r}."
+            )
         if self.budget_s is not None and not 0 <= self.budget_s < float("inf"):
             raise ValueError(
-                f"`AutotunePolicy`: `budget_s` must be finite and not negative; got {self.budget_s}."
+                f"`AutotunePolicy`: `budget_s` must be finite and not negative; got {self.budget_s}"
             )
 
     def resolved(self) -> "AutotunePolicy":

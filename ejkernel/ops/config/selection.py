@@ -9,7 +9,7 @@ import jax
 import msgspec
 
 from ejkernel import _device
-from ejkernel.errors import SelectionError, UnsupportedError
+from ejkernel.errors import SelectionError, UnsupportedError, UnsupportedGroupError
 from ejkernel.ops.config import cache as caches
 from ejkernel.ops.config import policy as policies
 from ejkernel.ops.config import table
@@ -292,7 +292,7 @@ def refusal(inv: Invocation, refused: dict[str, str]) -> Exception:
     errors = [UnsupportedError(f"{what}: {name}: {reason}") for name, reason in refused.items()]
     if len(errors) == 1:
         return errors[0]
-    return ExceptionGroup(f"{what}: no implementation can serve {_shapes(inv)}", errors)
+    return UnsupportedGroupError(f"{what}: no implementation can serve {_shapes(inv)}", errors)
 
 
 def _shapes(inv: Invocation) -> str:

@@ -1,6 +1,6 @@
 """Configurations that ship with the package, one file per device and op.
 
-An exact or bucketed hit counts as measured; the nearest shape and a sibling device are only guesses.
+An exact or bucketed hit counts as measured; the nearest shape and a sibling device are guesses.
 """
 
 import functools
@@ -25,7 +25,7 @@ class Row(msgspec.Struct, frozen=True):
     implementation: str
     version: int
     config: Any
-    times_ms: dict[str, float] = {}  # noqa: RUF012 - msgspec copies defaults
+    times_ms: dict[str, float] = {}
 
 
 @functools.cache

@@ -247,7 +247,11 @@ def _linear(
     def pull(saved: Arrays, cotangents: Arrays) -> Arrays:
         outputs, residuals = saved[count : count + num_outputs], saved[count + num_outputs :]
         gradients = rule.backward(
-            at(saved), tuple(outputs), tuple(residuals), full(outputs, cotangents), frozenset(wanted)
+            at(saved),
+            tuple(outputs),
+            tuple(residuals),
+            full(outputs, cotangents),
+            frozenset(wanted),
         )
         return [gradients[name] for name in wanted]
 

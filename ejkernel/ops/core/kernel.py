@@ -52,6 +52,7 @@ class Request:
     """What a caller asked for besides the computation itself."""
 
     platform: str = "auto"
+    backend: str = "any"
     forward: Any = None  # configuration overrides, per direction
     backward: Any = None
     mesh: Any = None
@@ -70,6 +71,7 @@ class Invocation(Generic[Cfg, Out]):
     call: Any = None  # the canonical arguments; built from args and kwargs when not given
     target: Target | None = None
     platform: str = "auto"
+    backend: str = "any"
     direction: str = FORWARD
     wanted: frozenset[str] = frozenset()  # perturbed arrays; backward only
     override: Any = None
@@ -182,9 +184,7 @@ class Kernel(Generic[Cfg, Out]):
             positional, kwargs = args.call()
             inv = Invocation(kernel=self, call=args)
             run = self._methods("cpu")[-1][1]  # the most portable one
-            return tuple(
-                jax.tree.leaves(run(*positional, cfg=self.heuristic_cfg(inv), **kwargs))
-            )
+            return tuple(jax.tree.leaves(run(*positional, cfg=self.heuristic_cfg(inv), **kwargs)))
 
         names = [str(i) for i in range(count)]
         return {

@@ -12,7 +12,7 @@ from ejkernel.ops.execution.executor import Executor, default_executor
 
 def vmap_with_config(
     kernel: Kernel,
-    in_axes: int | None | Sequence[Any] = 0,
+    in_axes: int | Sequence[Any] | None = 0,
     out_axes: Any = 0,
     *,
     cfg: Any = None,

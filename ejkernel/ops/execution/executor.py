@@ -192,6 +192,7 @@ def _invocation(
         call=args,
         target=target,
         platform=request.platform,
+        backend=request.backend,
         override=request.forward,
     )
 

@@ -29,7 +29,7 @@ _SAMPLED_ROWS = 64
 Candidate = tuple[Implementation, Any]
 
 
-class Rejected(Exception):  # noqa: N818 - a verdict, not an error of the caller
+class Rejected(Exception):
     """A candidate that must not win, and why."""
 
 
@@ -217,7 +217,7 @@ class _Trial:
         return lambda: program(self.args, outputs, residuals, cotangents)
 
     def check(self, implementation: Implementation, config: Any) -> None:
-        """Raises unless the candidate agrees with the oracle on a small twin, and with the others."""
+        """Raises unless a candidate agrees with the oracle on a small twin, and with the others."""
         reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
         if reason is not None:
             raise Rejected(reason)

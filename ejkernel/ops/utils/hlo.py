@@ -29,7 +29,7 @@ class Label:
     document: Any = None  # of a json stamp: {"call": …, "choice": …}
 
 
-class label(contextlib.ContextDecorator):  # noqa: N801 - used as a decorator
+class label(contextlib.ContextDecorator):
     """Names a part of a program: `with label("block"):` or `@label("block")`."""
 
     def __init__(self, name: str):

@@ -41,7 +41,7 @@ def precision(dtype: Any) -> jax.lax.Precision | None:
 
 def wide(dtype: Any) -> Any:
     """The dtype of logits and sums."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32
 
 
 def finite(x: jax.Array) -> jax.Array:
@@ -121,7 +121,7 @@ class Pairs:
         ids = []
         if args.cum_seqlens_q is not None and self.batch > 1:
             len_q, len_k = jnp.diff(args.cum_seqlens_q), jnp.diff(args.cum_seqlens_k)
-            q_pos = jnp.arange(t, dtype=jnp.int32) + (len_k - len_q)[:, None]
+            q_pos = jnp.arange(t, dtype=jnp.int32)[None] + (len_k - len_q)[:, None]
             ids.append(
                 (
                     segments.lengths_to_segment_ids(len_q, t),
@@ -190,10 +190,11 @@ class Pairs:
         left, right = self.args.sliding_window
         if left is not None or right is not None:
             q_pos, k_pos = self._q(self.q_pos, at, order), self._k(self.k_pos, at, order)
+            distance = k_pos - q_pos  # a limit added to a position may not fit into 32 bits
             if right is not None:
-                terms.append(k_pos <= q_pos + right)
+                terms.append(distance <= right)
             if left is not None:
-                terms.append(k_pos >= q_pos - left)
+                terms.append(distance >= -left)
         if self.mask is not None:
             terms.append(self._pair(self.mask, at, order))
         if not terms:

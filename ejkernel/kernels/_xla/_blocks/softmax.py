@@ -56,15 +56,12 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the union of two sets of keys; lse [..., t], out [..., t, e]."""
     m = shift(jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b)))
-    weight_a, weight_b = _exp(lse_a, m), _exp(lse_b, m)
+    weight_a, weight_b = jnp.exp(lse_a - m), jnp.exp(lse_b - m)
+    # a part that saw nothing may hold anything
+    out_a = jnp.where(jnp.isneginf(lse_a)[..., None], 0.0, out_a)
+    out_b = jnp.where(jnp.isneginf(lse_b)[..., None], 0.0, out_b)
     total = weight_a + weight_b
     empty = total == 0.0
     denominator = jnp.where(empty, 1.0, total)
     out = (out_a * weight_a[..., None] + out_b * weight_b[..., None]) / denominator[..., None]
     return out, jnp.where(empty, -jnp.inf, m + jnp.log(denominator))
-
-
-def _exp(x: jax.Array, m: jax.Array) -> jax.Array:
-    # the gradient of exp at -inf is 0 * inf unless the row is taken out first
-    dead = jnp.isneginf(x)
-    return jnp.where(dead, 0.0, jnp.exp(jnp.where(dead, 0.0, x) - m))

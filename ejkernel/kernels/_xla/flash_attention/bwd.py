@@ -170,7 +170,7 @@ def _add_bias(dbias: jax.Array, dlogits: jax.Array, at: Tile) -> jax.Array:
 def _sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """d/dsink = -sum over rows of exp(sink - lse) * delta."""
     sinks = args.softmax_aux.astype(lse.dtype)
-    weights = jnp.exp(sinks[None, :, None, :] - lse[..., None])  # [b, h, t, n]
+    weights = jnp.exp(sinks[None, :, None, :] - softmax.shift(lse)[..., None])  # [b, h, t, n]
     grad = -(weights * delta[..., None]).sum(axis=(0, 2))  # [h, n]
     grad = grad.sum(axis=0, keepdims=True) if sinks.shape[0] == 1 else grad
     return grad.astype(args.softmax_aux.dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile, finite, precision
+from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile, finite, precision, wide
 
 _ROWS = 256
 
@@ -28,8 +28,10 @@ def attend(
     """Output [b, t, h, e], lse [b, h, t] and, if asked for, weights [b, h, t, s]."""
     batch, t, num_q_heads, _ = args.query.shape
     s, num_kv_heads, width = args.value.shape[1:]
-    size_k = -(-max(s, 1) // 4) * 4
-    pairs = Pairs(args, Blocks(b=max(batch, 1), g=num_kv_heads, q=rows, k=size_k))
+    if 0 in (batch, t, s):
+        return _nothing(args)
+    size_k = -(-s // 4) * 4
+    pairs = Pairs(args, Blocks(b=batch, g=num_kv_heads, q=rows, k=size_k))
     poison = {
         name: jnp.where(jnp.isfinite(x).all(axis=-1), 0.0, jnp.nan).astype(pairs.dtype)
         for name, x in (("q", args.query), ("k", args.key), ("v", args.value))
@@ -76,7 +78,7 @@ def attend(
         )
         return (out, lse, weights) if with_weights else (out, lse)
 
-    out, lse, *rest = loops.stack(pairs.num_q, block) if t else _empty_rows(pairs, width, size_k)
+    out, lse, *rest = loops.stack(pairs.num_q, block)
     # [nq, b, g, r, bq, e] -> [b, T, h, e]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, num_q_heads, width)[:, :t]
     lse = lse.transpose(1, 2, 3, 0, 4).reshape(batch, num_q_heads, -1)[..., :t]
@@ -87,6 +89,14 @@ def attend(
     return out.astype(args.query.dtype), lse, weights
 
 
-def _empty_rows(pairs: Pairs, width: int, size_k: int) -> tuple[jax.Array, ...]:
-    rows = (0, pairs.batch, pairs.groups, pairs.repeat, 1)
-    return tuple(jnp.zeros(shape, pairs.dtype) for shape in ((*rows, width), rows, (*rows, size_k)))
+def _nothing(args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Results of a call without a pair: only sinks reach the lse."""
+    batch, t, num_q_heads, _ = args.query.shape
+    s, _, width = args.value.shape[1:]
+    dtype = wide(args.query.dtype)
+    lse = jnp.full((batch, num_q_heads, t), -jnp.inf, dtype)
+    if args.softmax_aux is not None:
+        rows = jax.nn.logsumexp(args.softmax_aux.astype(dtype), axis=-1)
+        lse = jnp.broadcast_to(rows[None, :, None], lse.shape)
+    out = jnp.zeros((batch, t, num_q_heads, width), args.query.dtype)
+    return out, lse, jnp.zeros((batch, num_q_heads, t, s), args.query.dtype)

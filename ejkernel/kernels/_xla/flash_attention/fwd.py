@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, precision
+from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, precision, wide
 from ejkernel.kernels._xla.flash_attention import config
 
 
@@ -90,5 +90,5 @@ def _nothing(args: Any) -> tuple[jax.Array, jax.Array]:
     """The output of a call without a query."""
     batch, t, num_q_heads, _ = args.query.shape
     out = jnp.zeros((batch, t, num_q_heads, args.value.shape[-1]), args.query.dtype)
-    lse = jnp.zeros((batch, num_q_heads, t), jnp.promote_types(args.query.dtype, jnp.float32))
+    lse = jnp.zeros((batch, num_q_heads, t), wide(args.query.dtype))
     return loops.vary_like(out, args.query), loops.vary_like(lse, args.query)

@@ -1,0 +1,433 @@
+"""`explain`: what a call would run, who said so, and why nothing else would run instead."""
+
+import copy
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.errors import SelectionError, UnsupportedError
+from ejkernel.kernels import _op_kernel
+from ejkernel.kernels._registry import KernelEntry, Platform, kernel_registry
+from ejkernel.ops.config import policy as policies
+from ejkernel.ops.config import selection
+from ejkernel.ops.config.cache import ConfigCache, Stored
+from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Implementation, Invocation, Kernel, Request
+from ejkernel.ops.execution import executor as executors
+from ejkernel.ops.utils import serialize
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """The forward or the backward of a call; all fields are plain values."""
+
+    key: str  # what a tuned choice is remembered under
+    entry: str | None  # None: nothing can run, see `problem`
+    config: Any = None
+    source: str | None = None  # the tier that decided
+    trail: tuple[str, ...] = ()  # what each earlier tier said
+    would_measure: bool = False  # a real call tunes before it runs
+    times_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    able: tuple[str, ...] = ()  # entries that could serve the call too
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    missing: Mapping[str, str] = dataclasses.field(default_factory=dict)  # platforms without entry
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of earlier tuning
+    problem: str | None = None
+    input_bytes: int = 0  # backward: arguments and cotangents; residuals are not counted
+    output_bytes: int | None = None
+    flops: int | None = None  # None: nobody counted this op
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str()` of it is for reading, `to_json()` for programs."""
+
+    op: str
+    device: str
+    platform: str  # as asked for
+    arrays: Mapping[str, str]  # as the kernel sees them: of one device when the call is split
+    options: Mapping[str, Any]
+    forward: Direction
+    backward: Direction | None  # for gradients of `wanted`
+    wanted: tuple[str, ...] = ()  # every differentiable array of the call
+    note: str = ""  # why there is no backward
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(serialize.to_builtins(self), indent=indent, sort_keys=True)
+
+    def to_text(self) -> str:
+        lines = [f"{self.op} on {self.device}, platform {self.platform}"]
+        lines += [f"  {name} {text}" for name, text in self.arrays.items()]
+        lines += [f"  {name}={value}" for name, value in self.options.items()]
+        lines += ["", *_direction_lines("forward", self.forward)]
+        if self.backward is not None:
+            of = f"backward for {', '.join(self.wanted)}"
+            lines += ["", *_direction_lines(of, self.backward)]
+        if self.note:
+            lines += ["", f"backward: {self.note}"]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def explain(op: Any, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Says which kernel a call would run, with which configuration, and why.
+
+    Nothing runs, is measured or is stored; a choice that was measured earlier is reported.
+
+    Args:
+      op: The name of an operation, a function of `ejkernel.modules`, or a `Kernel`.
+      *args: Its arguments; `jax.ShapeDtypeStruct` may stand for an array.
+      **kwargs: Its keyword arguments, `platform` and `cfg` included.
+
+    Raises:
+      ValueError: If there is no such operation, or the arguments are wrong, as in the call itself.
+    """
+    kernel = _kernel(op)
+    stands_for: dict[int, jax.ShapeDtypeStruct] = {}
+    args, kwargs = jax.tree.map(lambda leaf: _stand_in(leaf, stands_for), (args, kwargs))
+    cfg = kwargs.pop("cfg", None)
+    leaves, tree = jax.tree.flatten(kernel.bind(args, kwargs, cfg))
+    chooser = executors.default_executor().chooser
+    probe = _Probe(chooser)
+    with policies.policy_override(autotune=False):
+        program = probe._program(kernel, leaves, tree, [])
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+        try:
+            jax.eval_shape(program.run, *(stands_for.get(id(leaf), leaf) for leaf in arrays))
+        except _Found as found:
+            return found.explanation
+    raise AssertionError(f"`explain`: the call of {kernel.name!r} reached no kernel.")
+
+
+def _stand_in(leaf: Any, stands_for: dict[int, jax.ShapeDtypeStruct]) -> Any:
+    """An array without memory in place of a shape, since kernels take arrays by their type."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        raise ValueError(
+            f"`explain`: {leaf.dtype} needs `jax.config.update('jax_enable_x64', True)`."
+        )
+    made = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    stands_for[id(made)] = leaf
+    return made
+
+
+# Which kernel
+
+
+class _Registered(_op_kernel.OpKernel):
+    """An op without a public function, or one entry of an op."""
+
+    def __init__(self, op: str, entry: KernelEntry | None = None):
+        self.op, self._entry = op, entry
+        super().__init__()
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
+        fixed = dict.fromkeys(_op_kernel.CALL_ARGUMENTS) | {"cfg": cfg}
+        fixed["platform"] = kwargs.pop("platform", "auto")
+        try:
+            bound = _op_kernel.args_signature(self.spec).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"`{self.op}`: {error}.") from None
+        bound.apply_defaults()
+        return self.dynamic(bound.arguments | fixed)
+
+    def implementations(self, inv: Invocation) -> Any:
+        if self._entry is None:
+            return super().implementations(inv)
+        return [self._entry.implementation(inv.target)]
+
+
+def _kernel(op: Any) -> Kernel:
+    import ejkernel.modules  # noqa: F401 - its classes announce themselves
+
+    public = _op_kernel.OpKernel.public
+    if isinstance(op, Kernel):
+        return op
+    if isinstance(op, type) and issubclass(op, Kernel):
+        return op()
+    if isinstance(op, str):
+        if op in public:
+            return public[op]()
+        if op in kernel_registry.ops():
+            return _Registered(op)
+    for cls in public.values():
+        if cls.function is op:
+            return cls()
+    if callable(op) and isinstance(entry := getattr(op, "entry", None), KernelEntry):
+        return _Registered(entry.op, entry)
+    known = ", ".join(sorted({*public, *kernel_registry.ops()}))
+    if callable(op):
+        name = getattr(op, "__name__", repr(op))
+        raise ValueError(f"`explain`: {name} is no operation by itself; choose from {known}.")
+    raise ValueError(f"There is no op {op!r}; known are {known}.")
+
+
+# What it would run
+
+
+class _Found(Exception):  # noqa: N818 - carries the answer out of a trace
+    def __init__(self, explanation: Explanation):
+        super().__init__("found")
+        self.explanation = explanation
+
+
+class _Probe(executors.Executor):
+    """Follows a call as far as the choice of its kernels, and stops there."""
+
+    def __init__(self, chooser: ConfigChooser):
+        super().__init__(_without_trace(chooser))
+        # of a real call: `explain` turns measuring off for its own
+        own = getattr(chooser, "policy", None) or policies.AutotunePolicy()
+        self._policy = policies.current(own)
+
+    def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> NoReturn:
+        call, kernel = inv.call, inv.kernel
+        choice, forward = self._direction(inv)
+        differentiable = kernel.derivative_parts(call)["differentiable"]
+        wanted = tuple(
+            name
+            for name, x in call.arrays().items()
+            if name in differentiable and jnp.issubdtype(x.dtype, jnp.inexact)
+        )
+        backward, note = None, ""
+        if choice is None:
+            note = "not asked, since there is no forward"
+        elif choice.implementation.derivative == "jax":
+            note = f"JAX differentiates the forward of {forward.entry}"
+        elif not wanted:
+            note = "nothing to differentiate"
+        else:
+            changes = {"direction": BACKWARD, "wanted": frozenset(wanted)}
+            there = dataclasses.replace(inv, override=request.backward, **changes)
+            _, backward = self._direction(there, forward.output_bytes)
+        statics = call.statics()
+        given = call.given() if hasattr(call, "given") else statics.keys() - {"structure"}
+        raise _Found(
+            Explanation(
+                op=kernel.name,
+                device=inv.device_fingerprint,
+                platform=inv.platform,
+                arrays={n: f"{x.dtype}{list(x.shape)}" for n, x in call.arrays().items()},
+                options={n: serialize.describe(v) for n, v in statics.items() if n in given},
+                forward=forward,
+                backward=backward,
+                wanted=wanted,
+                note=note,
+            )
+        )
+
+    def _direction(
+        self, inv: Invocation, cotangents: int | None = None
+    ) -> tuple[Choice | None, Direction]:
+        able, refused = _sorted_out(inv)
+        facts: dict[str, Any] = {
+            "key": inv.key,
+            "refused": refused,
+            "missing": _missing(inv),
+            "failures": _failures(self.chooser, inv),
+            "input_bytes": sum(map(_bytes, inv.call.arrays().values())) + (cotangents or 0),
+            "flops": _flops(inv),
+        }
+        try:
+            choice = self.chooser.choose(inv)
+        except (UnsupportedError, ExceptionGroup, SelectionError) as error:
+            problem = getattr(error, "message", None) or str(error)
+            return None, Direction(entry=None, problem=problem, **facts)
+        measuring, would = _measuring(self.chooser, self._policy, inv, able)
+        trail = [measuring if measuring and t.startswith("autotune:") else t for t in choice.trail]
+        return choice, Direction(
+            entry=choice.implementation.name,
+            config=serialize.describe(choice.cfg),
+            source=choice.source,
+            trail=tuple(trail),
+            would_measure=would and choice.source == "heuristics",
+            times_ms=dict(choice.times_ms),
+            able=tuple(i.name for i in able if i.name != choice.implementation.name),
+            output_bytes=_output_bytes(inv, choice),
+            **facts,
+        )
+
+
+def _without_trace(chooser: ConfigChooser) -> ConfigChooser:
+    """A chooser that answers alike and whose memory is its own: a choice read is not kept."""
+    if not isinstance(chooser, ConfigSelectorChain):
+        return chooser
+    shadow = copy.copy(chooser)
+    shadow.cache = ConfigCache()
+    for key, value in chooser.cache.items():
+        shadow.cache.put(key, value)
+    return shadow
+
+
+def _sorted_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
+    """Who can serve a call, and why each other entry of the op cannot."""
+    try:
+        asked = inv.kernel.implementations(inv)
+    except UnsupportedError:  # nothing of the platform asked for, which `missing` tells
+        asked = []
+    able, refused = [], {}
+    for implementation in asked:
+        reason = implementation.why_not(inv.call, inv.direction)
+        if reason is None and inv.direction == BACKWARD and implementation.backward is None:
+            reason = "has no backward kernel"
+        if reason is None:
+            able.append(implementation)
+        else:
+            refused[implementation.name] = reason
+    if isinstance(inv.kernel, _op_kernel.OpKernel):
+        names = {implementation.name for implementation in asked}
+        for entry in kernel_registry.list(inv.kernel.op):
+            if entry.name not in names:
+                refused[entry.name] = f"not asked for (platform={inv.platform!r})"
+    return able, refused
+
+
+def _missing(inv: Invocation) -> dict[str, str]:
+    if not isinstance(inv.kernel, _op_kernel.OpKernel):
+        return {}
+    op = inv.kernel.op
+    there = {entry.platform for entry in kernel_registry.list(op)}
+    return {str(p): kernel_registry.missing(op, p) for p in Platform if p not in there}
+
+
+def _failures(chooser: ConfigChooser, inv: Invocation) -> dict[str, str]:
+    """Candidates that lost their place in this process, or when the stored choice was made."""
+    if not isinstance(chooser, ConfigSelectorChain):
+        return {}
+    stored = chooser.cache.get(inv.key)
+    found = dict(stored.failures) if isinstance(stored, Stored) else {}
+    if chooser.persistent is not None:
+        where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
+        record = chooser.persistent.read(inv.key, **where)
+        found = (dict(record.failures) if record is not None else {}) | found
+    return found | chooser.failures.get(inv.key, {})
+
+
+def _measuring(
+    chooser: ConfigChooser,
+    policy: policies.AutotunePolicy,
+    inv: Invocation,
+    able: list[Implementation],
+) -> tuple[str, bool]:
+    """What the tuning tier would say in a real call, and whether it would measure."""
+    if not isinstance(chooser, ConfigSelectorChain):
+        return "", False
+    if (reason := selection._cannot_measure(inv, policy)) is not None:
+        return f"autotune: {reason}", False
+    count = len(chooser._get_tuner().candidates(inv, able))
+    if count < 2:
+        return "autotune: fewer than two candidates", False
+    return f"autotune: a call would measure {count} candidates, at most {policy.budget_s:g} s", True
+
+
+# What it costs
+
+
+def _bytes(x: Any) -> int:
+    return x.size * x.dtype.itemsize
+
+
+def _output_bytes(inv: Invocation, choice: Choice) -> int | None:
+    if inv.direction == BACKWARD:
+        return sum(_bytes(x) for name, x in inv.call.arrays().items() if name in inv.wanted)
+    try:
+        made = jax.eval_shape(lambda call: choice.implementation.forward(call, choice.cfg), inv.call)
+    except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the choice stands
+        _log(inv, error)
+        return None
+    return sum(map(_bytes, jax.tree.leaves(made[0])))
+
+
+def _log(inv: Invocation, error: Exception) -> None:
+    logging.getLogger("ejkernel").warning("%s cannot be traced: %s", inv.kernel.name, error)
+
+
+def _attention_flops(args: Any, direction: str) -> int:
+    """Two a multiply-add, of the pairs that `causal` and `sliding_window` leave.
+
+    The dense count: masks, ids and lengths take nothing away. The backward has five products where
+    the forward has two, one of them the scores again.
+    """
+    batch, t, heads, d = args.query.shape
+    s, e = args.key.shape[1], args.value.shape[-1]
+    size = 3 * d + 2 * e if direction == BACKWARD else d + e
+    return 2 * batch * heads * _visible_pairs(args, t, s) * size
+
+
+def _visible_pairs(args: Any, t: int, s: int) -> int:
+    """Pairs in the window of positions s - t + i and j; all pairs when a call moves positions."""
+    moved = (args.cum_seqlens_q, args.q_positions, args.kv_positions)
+    if any(x is not None for x in moved):
+        return t * s
+    left, right = args.sliding_window
+    position = np.arange(t, dtype=np.int64) + (s - t)
+    first = np.zeros_like(position) if left is None else np.maximum(position - left, 0)
+    last = np.full_like(position, s - 1) if right is None else np.minimum(position + right, s - 1)
+    return int(np.maximum(last - first + 1, 0).sum())
+
+
+_COUNTS: dict[str, Callable[[Any, str], int]] = {
+    "flash_attention": _attention_flops,
+    "attention": _attention_flops,
+}
+
+
+def _flops(inv: Invocation) -> int | None:
+    count = _COUNTS.get(inv.kernel.name)
+    known = count is not None and isinstance(inv.kernel, _op_kernel.OpKernel)
+    return count(inv.call, inv.direction) if known else None
+
+
+# Text
+
+
+def _direction_lines(title: str, made: Direction) -> list[str]:
+    if made.entry is None:
+        lines = [f"{title}: nothing can run this call", f"  {made.problem}"]
+    else:
+        lines = [f"{title}: {made.entry}, said by {made.source}"]
+        lines.append(f"  config: {_config_text(made.config)}")
+        lines += [f"  before that, {said}" for said in made.trail]
+    for name, reason in made.refused.items():
+        lines.append(f"  refused {name}: {reason}")
+    lines += [f"  could serve it too: {name}" for name in made.able]
+    for platform, reason in made.missing.items():
+        lines.append(f"  not here {platform}: {reason}")
+    for candidate, reason in made.failures.items():
+        lines.append(f"  failed in tuning {candidate}: {reason}")
+    for candidate, time in sorted(made.times_ms.items(), key=lambda item: item[1]):
+        lines.append(f"  measured {candidate}: {time:.4g} ms")
+    return [*lines, f"  {_cost_text(made)}"]
+
+
+def _config_text(config: Any) -> str:
+    if not isinstance(config, dict):
+        return "nothing to configure" if config is None else str(config)
+    return ", ".join(f"{name}={value}" for name, value in config.items())
+
+
+def _cost_text(made: Direction) -> str:
+    text = f"reads {_size(made.input_bytes)}"
+    if made.output_bytes is not None:
+        text += f", writes {_size(made.output_bytes)}"
+    if made.flops is not None:
+        text += f", computes {made.flops / 1e9:.4g} GFLOP (dense count)"
+    return text
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"
