@@ -32,8 +32,11 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup
 
+# A short suite for the other Python versions.
+SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py
+
 smoke: $(VENV)/.test
-	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' tests/smoke tests/modules tests/ops
+	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' $(SMOKE)
 
 bench: $(VENV)/.core
 	$(BIN)/python benchmarks/cpu_attention.py
@@ -45,7 +48,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check ejkernel tests benchmarks examples
 	$(BIN)/ruff format --check ejkernel tests benchmarks examples
 	$(BIN)/lint-imports
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf .venv .cache .pytest_cache

@@ -37,10 +37,10 @@ def _cpu_model() -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def describe(device: jax.Device) -> Target:
+def describe(device: Any) -> Target:
     """The target that a JAX device stands for."""
     capability = getattr(device, "compute_capability", None)
-    kind = _KINDS.get(device.platform, device.platform)
+    kind: str = _KINDS.get(device.platform, device.platform)
     return Target(
         kind=kind,
         model=_cpu_model() if kind == "cpu" else device.device_kind,
@@ -48,7 +48,7 @@ def describe(device: jax.Device) -> Target:
     )
 
 
-def default_device() -> jax.Device:
+def default_device() -> Any:
     """The device that a call without placement runs on."""
     device = jax.config.jax_default_device
     if isinstance(device, str):

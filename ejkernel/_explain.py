@@ -18,7 +18,7 @@ from ejkernel.ops.config import policy as policies
 from ejkernel.ops.config import selection
 from ejkernel.ops.config.cache import ConfigCache, Stored
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
-from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Implementation, Invocation, Kernel, Request
+from ejkernel.ops.core.kernel import BACKWARD, Implementation, Invocation, Kernel, Request
 from ejkernel.ops.execution import executor as executors
 from ejkernel.ops.utils import serialize
 
@@ -68,7 +68,9 @@ class Explanation:
         lines += ["", *_direction_lines("forward", self.forward)]
         if self.backward is not None:
             of = f"backward for {', '.join(self.wanted)}"
-            lines += ["", *_direction_lines(of, self.backward)]
+            told = self.backward.missing == self.forward.missing
+            rest = dataclasses.replace(self.backward, missing={}) if told else self.backward
+            lines += ["", *_direction_lines(of, rest)]
         if self.note:
             lines += ["", f"backward: {self.note}"]
         return "\n".join(lines)
@@ -174,7 +176,9 @@ def _kernel(op: Any) -> Kernel:
 # What it would run
 
 
-class _Found(Exception):  # noqa: N818 - carries the answer out of a trace
+class _Found(Exception):
+    """Carries the answer out of a trace."""
+
     def __init__(self, explanation: Explanation):
         super().__init__("found")
         self.explanation = explanation
@@ -339,12 +343,13 @@ def _bytes(x: Any) -> int:
 def _output_bytes(inv: Invocation, choice: Choice) -> int | None:
     if inv.direction == BACKWARD:
         return sum(_bytes(x) for name, x in inv.call.arrays().items() if name in inv.wanted)
+    run = choice.implementation.forward
     try:
-        made = jax.eval_shape(lambda call: choice.implementation.forward(call, choice.cfg), inv.call)
+        made = jax.eval_shape(lambda call: run(call, choice.cfg)[0], inv.call)
     except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; the choice stands
         _log(inv, error)
         return None
-    return sum(map(_bytes, jax.tree.leaves(made[0])))
+    return sum(map(_bytes, jax.tree.leaves(made)))
 
 
 def _log(inv: Invocation, error: Exception) -> None:
@@ -396,7 +401,7 @@ def _direction_lines(title: str, made: Direction) -> list[str]:
     else:
         lines = [f"{title}: {made.entry}, said by {made.source}"]
         lines.append(f"  config: {_config_text(made.config)}")
-        lines += [f"  before that, {said}" for said in made.trail]
+        lines += [f"  tier {said}" for said in made.trail]
     for name, reason in made.refused.items():
         lines.append(f"  refused {name}: {reason}")
     lines += [f"  could serve it too: {name}" for name in made.able]

@@ -273,7 +273,7 @@ def test_config_selector_chain(a_b, tmp_path):
     assert_allclose(executor(kernel, a, b), np.dot(a, b), rtol=1e-5)
     choice = executor.choose(kernel, a, b)
     assert choice.source == "memory"
-    assert choice.cfg in kernel.config_space(None) + [MyConfig(block_size=64)]
+    assert choice.cfg in [*kernel.config_space(None), MyConfig(block_size=64)]
     assert len(choice.times_ms) == 4  # the heuristic's config, and the three of the space
     assert list((tmp_path / "default").rglob("*.json"))
 
@@ -405,7 +405,7 @@ def test_batch_autotuning(a_b):
     assert list(results) == [i.key for i in invocations]
     for choice in results.values():
         assert choice.source == "autotune"
-        assert choice.cfg in kernel.config_space(inv) + [MyConfig(block_size=64)]
+        assert choice.cfg in [*kernel.config_space(inv), MyConfig(block_size=64)]
     assert Executor().invocation(kernel, a, b).key in results
     assert_allclose(kernel(a, b), np.dot(a, b), rtol=1e-5)
 
@@ -599,7 +599,7 @@ def test_heuristics(seq_len, block):
         def heuristic_cfg(self, inv):
             # Consider input shapes
             q = inv.args[0]
-            batch, seq_len, heads, dim = q.shape
+            _batch, seq_len, _heads, _dim = q.shape
 
             # Larger sequences benefit from larger blocks
             if seq_len >= 2048:

@@ -101,9 +101,9 @@ class OpKernel(Kernel):
                 raise ValueError(
                     f"`{self.op}`: give either `cfg` or `fwd_params`/`bwd_params`, not both."
                 )
-            if not isinstance(cfg, self.spec.config):
+            if self.spec.config is None or not isinstance(cfg, self.spec.config):
                 raise TypeError(
-                    f"`{self.op}`: `cfg` must be a {self.spec.config.__name__}; got {cfg!r}."
+                    f"`{self.op}`: `cfg` must be a {getattr(self.spec.config, '__name__', None)}; got {cfg!r}."
                 )
             fwd, bwd = cfg.fwd_params, cfg.bwd_params
         for name, params, kind in (("fwd_params", fwd, FwdParams), ("bwd_params", bwd, BwdParams)):

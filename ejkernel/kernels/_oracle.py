@@ -42,7 +42,8 @@ def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None)
     naive = _reference(spec, args, cotangents, wanted, options)
     wider = _WIDER.get(str(_leading_dtype(args)), jnp.float32)
     with jax.enable_x64(True):
-        oracle = _reference(spec, *_cast((args, cotangents), wider), wanted, options)
+        wide_args, wide_cotangents = _cast((args, cotangents), wider)
+        oracle = _reference(spec, wide_args, wide_cotangents, wanted, options)
     return Problem(args, cotangents, wanted, oracle, naive)
 
 

@@ -209,18 +209,17 @@ class KernelRegistry:
           **options: `honours`, `requires`, `backward`, `config`, `version`, `derivative` of
             `KernelEntry`, for functions of the form `fn(args, cfg)`.
         """
-        platform, backend = _member(Platform, platform), _member(Backend, backend)
+        written: Platform = _member(Platform, platform)
+        runs_on: Backend = _member(Backend, backend)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             if _takes_args(fn):
-                made = _options(op, platform, options) | {"fn": fn}
+                made: dict[str, Any] = _options(op, written, options) | {"fn": fn}
             else:
                 from ejkernel.kernels import _outside
 
-                made = _options(op, platform, _outside.adapt(self, op, fn) | options)
-            entry = KernelEntry(
-                op=op, platform=platform, backend=backend, priority=priority, **made
-            )
+                made = _options(op, written, _outside.adapt(self, op, fn) | options)
+            entry = KernelEntry(op=op, platform=written, backend=runs_on, priority=priority, **made)
             self._add(entry, replace)
             return fn
 
@@ -261,8 +260,8 @@ class KernelRegistry:
     def missing(self, op: str, platform: Platform | str) -> str:
         """Why an op has no kernel of a platform here."""
         self._load(op)
-        platform = _member(Platform, platform)
-        return self._missing.get((op, platform), f"no {platform} kernel of `{op}` is registered")
+        asked: Platform = _member(Platform, platform)
+        return self._missing.get((op, asked), f"no {asked} kernel of `{op}` is registered")
 
     def why_not(self, op: str, args: Any) -> dict[str, str | None]:
         """For each entry of an op, why it cannot serve a call on the default device, or None."""
@@ -324,7 +323,7 @@ class KernelRegistry:
 
 
 def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, Any]:
-    known = {
+    known: dict[str, Any] = {
         "honours": None,
         "requires": lambda args: None,
         "backward": None,

@@ -50,6 +50,8 @@ def internal() -> Any:
 class OpArgs(AbstractArgs):
     """Canonical arguments of an op of this library; see `op_args`."""
 
+    __dataclass_fields__: typing.ClassVar[dict[str, Any]]
+
     def arrays(self) -> dict[str, jax.Array]:
         values = ((f.name, getattr(self, f.name)) for f in array_fields(type(self)))
         return {name: value for name, value in values if value is not None}
@@ -252,7 +254,8 @@ def _check_static(op: str, field: dataclasses.Field, value: Any) -> None:
             f"got {value.dtype}{list(value.shape)}, an array or traced value."
         )
     plain = value.item() if isinstance(value, np.generic) else value
-    if not is_bearable(plain, field.type, conf=BeartypeConf(is_pep484_tower=True)):
+    hint: Any = field.type
+    if not is_bearable(plain, hint, conf=BeartypeConf(is_pep484_tower=True)):
         name = getattr(field.type, "__name__", None) or str(field.type)
         raise TypeError(
             f"`{op}`: `{field.name}` must be {name.replace('typing.', '')}; "

@@ -289,7 +289,9 @@ class MaskInfo:
         if (cum_q is None or cum_k is None) and t != s:
             missing = "cum_seqlens_q" if cum_q is None else "cum_seqlens_k"
             raise ValueError(f"`{op}`: `{missing}` is needed when T != S; got T={t}, S={s}.")
-        return (cum_k if cum_q is None else cum_q), (cum_q if cum_k is None else cum_k)
+        cum_q = cum_k if cum_q is None else cum_q
+        assert cum_q is not None
+        return cum_q, (cum_q if cum_k is None else cum_k)
 
     def _sequence_ids(self, op: str, t: int, s: int) -> tuple[Array, Array] | None:
         """Segment ids that say what lengths or cumulative lengths hide."""

@@ -156,8 +156,11 @@ def canonical_dropout(op: str, prob: float, seed: Any) -> tuple[float, jax.Array
     return float(prob), seed
 
 
-def pair_up(op: str, names: tuple[str, str], q: Any, k: Any, t: int, s: int) -> tuple[Any, Any]:
+def pair_up(
+    op: str, call: dict[str, Any], names: tuple[str, str], t: int, s: int
+) -> tuple[Any, Any]:
     """One of two arrays stands for both when queries and keys have one length."""
+    q, k = call[names[0]], call[names[1]]
     if (q is None) == (k is None):
         return q, k
     given, missing = names if k is None else names[::-1]

@@ -75,10 +75,8 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
     _common.check_heads(op, num_q_heads, num_kv_heads)
     causal = bool(call["causal"])
     prob, seed = _common.canonical_dropout(op, call["dropout_prob"], call["dropout_seed"])
-    names = ("q_segment_ids", "kv_segment_ids")
-    q_ids, kv_ids = _common.pair_up(op, names, *(call[n] for n in names), t, s)
-    names = ("cum_seqlens_q", "cum_seqlens_k")
-    cum_q, cum_k = _common.pair_up(op, names, *(call[n] for n in names), t, s)
+    q_ids, kv_ids = _common.pair_up(op, call, ("q_segment_ids", "kv_segment_ids"), t, s)
+    cum_q, cum_k = _common.pair_up(op, call, ("cum_seqlens_q", "cum_seqlens_k"), t, s)
     _common.check_cum_seqlens(op, batch, cum_q, cum_k)
     mask = call["attention_mask"]
     window = _common.canonical_window(op, call["sliding_window"], causal)
@@ -250,9 +248,8 @@ def twin(args: FlashAttentionArgs, block: int) -> dict[str, int]:
 def localize(args: FlashAttentionArgs, offsets: dict[str, jax.Array]) -> FlashAttentionArgs:
     """The local block's arguments in a shard_map: dropout indices and row lengths stay global."""
     changes: dict[str, Any] = {}
-    zero = jnp.int32(0)
     if args.dropout_seed is not None:
-        offset = jnp.stack([offsets.get("b", zero), offsets.get("h", zero)])
+        offset = jnp.stack([jnp.asarray(offsets.get(axis, 0), jnp.int32) for axis in "bh"])
         changes["dropout_offset"] = offset.astype(jnp.uint32)
     if args.cum_seqlens_q is not None and "b" in offsets:
         batch = args.query.shape[0]

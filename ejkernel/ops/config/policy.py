@@ -34,22 +34,27 @@ class AutotunePolicy:
                 f"`AutotunePolicy`: `budget_s` must be finite and not negative; got {self.budget_s}"
             )
 
-    def resolved(self) -> "AutotunePolicy":
+    def resolved(self) -> "Policy":
         """The policy with the environment's values for what is None."""
         settings = _settings.current()
         budget = settings.autotune_budget_s if self.budget_s is None else self.budget_s
         mode = settings.autotune_policy if self.mode is None else self.mode
-        return AutotunePolicy("heuristics" if budget == 0 else mode, budget, self.allow_in_trace)
+        return Policy(budget > 0 and mode == "autotune", budget, self.allow_in_trace)
 
-    @property
-    def measures(self) -> bool:
-        return self.mode == "autotune"
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy with nothing left open."""
+
+    measures: bool
+    budget_s: float
+    allow_in_trace: bool
 
 
 _override = jax.make_user_context(default_value=None)
 
 
-def current(own: AutotunePolicy) -> AutotunePolicy:
+def current(own: AutotunePolicy) -> Policy:
     """The policy in force for a chain: the innermost override, else the chain's own."""
     return (_override.value or own).resolved()
 

@@ -255,7 +255,7 @@ class _Search:
         return None
 
 
-def _cannot_measure(inv: Invocation, policy: policies.AutotunePolicy) -> str | None:
+def _cannot_measure(inv: Invocation, policy: policies.Policy) -> str | None:
     """Why a call is not measured now."""
     if not policy.measures:
         return "off (policy heuristics)"

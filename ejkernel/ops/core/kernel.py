@@ -32,7 +32,7 @@ class Implementation:
     """One way to compute an op, with what it can do and how it is configured."""
 
     name: str  # "triton/gpu"; a tuned choice remembers it
-    forward: Callable[[Any, Any], tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
+    forward: Callable[[Any, Any], tuple[Any, tuple[jax.Array, ...]]]  # outputs, residuals
     # (args, cfg, outputs, residuals, cotangents, wanted) -> gradients by name; None: there is none
     backward: Callable[..., dict[str, jax.Array]] | None = None
     version: int = 1
@@ -175,6 +175,10 @@ class Kernel(Generic[Cfg, Out]):
     def finish(self, args: Any, outputs: Any) -> Any:
         """What the user gets from the outputs of an implementation."""
         return outputs
+
+    def layout(self, args: Any) -> Any:
+        """Axes of the arrays, for splitting a call over devices; None leaves that to JAX."""
+        return None
 
     def derivative_parts(self, args: Any) -> dict[str, Any]:
         """The op's share of its derivative rule (see `autodiff.Rule`)."""

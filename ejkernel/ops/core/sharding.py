@@ -32,11 +32,11 @@ def apply(
 ) -> tuple[jax.Array, ...]:
     """Runs `run(args)`, inside a shard_map if the call is split over devices."""
     given, mesh, out_specs = request.in_specs, request.mesh, request.out_specs
-    if mesh is None:
-        mesh, given = _from_types(args)
-        if mesh is None:
-            return run(args)
     layout = kernel.layout(args)
+    if mesh is None and layout is not None:
+        mesh, given = _from_types(args)
+    if mesh is None or layout is None:
+        return run(args)
     split = _split_axes(kernel.name, layout, args, mesh, _by_name(kernel.name, layout, given))
     specs = {
         name: _spec(array.shape, layout.arrays[name], layout, split)
@@ -171,9 +171,9 @@ def _check_out_specs(op: str, given: Any, expected: tuple[PartitionSpec, ...]) -
         return parts
 
     if [normal(s) for s in listed] != [normal(s) for s in expected]:
+        wanted = expected if len(expected) != 1 else next(iter(expected))
         raise ValueError(
-            f"`{op}`: `out_specs` must be {expected if len(expected) > 1 else expected[0]}, "
-            f"which follows from `in_specs`; got {given}."
+            f"`{op}`: `out_specs` must be {wanted}, which follows from `in_specs`; got {given}."
         )
 
 

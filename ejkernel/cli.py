@@ -1,0 +1,496 @@
+"""The `ejkernel` command: what is here, what a call would run, and what was measured."""
+
+import argparse
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+# JAX and the rest of the package are imported by the commands that need them: `--help` is quick,
+# and an interrupt during an import ends as quietly as any other.
+
+_DISTRIBUTIONS = ("jax", "jaxlib", "triton", "jax-triton", "libtpu")
+_KEY = re.compile(r"[0-9a-zA-Z_-]{1,80}")
+
+
+class UsageError(Exception):
+    """Bad input; its text is the one line that the user sees."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit code."""
+    try:
+        with _told_briefly():
+            code = _run(argv)
+            sys.stdout.flush()  # a closed pipe is met here, not when Python ends
+            return code
+    except BrokenPipeError:
+        _forget_stdout()
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, ValueError, TypeError, NotImplementedError, OSError) as error:
+        # also what the library says about wrong arguments, settings and platforms
+        text = " ".join(str(error).split()) or type(error).__name__
+        sys.stderr.write(f"ejkernel: error: {text}\n")
+        return 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit:  # after --help or --version
+        return 0
+    return arguments.run(arguments)
+
+
+@contextlib.contextmanager
+def _told_briefly() -> Iterator[None]:
+    """Shows the package's warnings as one line each."""
+    from ejkernel.errors import EjkernelWarning
+
+    def brief(message: Any, *where: Any, **more: Any) -> None:
+        sys.stderr.write(f"ejkernel: warning: {message}\n")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = brief
+        warnings.simplefilter("always", EjkernelWarning)
+        yield
+
+
+def _forget_stdout() -> None:
+    """Keeps Python from flushing into a closed pipe on exit."""
+    with contextlib.suppress(OSError, io.UnsupportedOperation):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ejkernel import __version__
+
+    parser = _Parser(prog="ejkernel", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"ejkernel {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="devices, versions, platforms and the cache")
+    doctor.set_defaults(run=_doctor)
+    listing = commands.add_parser("list", help="which kernels there are")
+    listing.add_argument("op", nargs="?", metavar="OP", help="one operation, in detail")
+    listing.set_defaults(run=_list)
+    explain = commands.add_parser("explain", help="what a call would run, and why")
+    explain.add_argument("op", metavar="OP")
+    text = "an array; without NAME=, query, key and value alike"
+    many: dict[str, Any] = {"action": "append", "default": []}
+    explain.add_argument("--shape", metavar="NAME=2,1024,8,64[:DTYPE]", help=text, **many)
+    explain.add_argument("--dtype", default="float32", help="of arrays of floats (float32)")
+    explain.add_argument("--set", metavar="NAME=VALUE", dest="options", help="an option", **many)
+    explain.add_argument("--platform", default="auto", help="auto, or one that must serve the call")
+    explain.add_argument("--json", action="store_true", help="for programs")
+    explain.set_defaults(run=_explain)
+    cache = commands.add_parser("cache", help="configurations measured on this machine")
+    actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("show", help="all records").set_defaults(run=_cache_show)
+    actions.add_parser("path", help="the folder").set_defaults(run=_cache_path)
+    clear = actions.add_parser("clear", help="removes all records")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.set_defaults(run=_cache_clear)
+    export = actions.add_parser("export", help="writes all records to a file; - is stdout")
+    add = actions.add_parser("import", help="adds the records of a file, or none if one is bad")
+    for action, run in ((export, _cache_export), (add, _cache_import)):
+        action.add_argument("file", metavar="FILE")
+        action.set_defaults(run=run)
+    return parser
+
+
+# Output
+
+
+def _say(text: str = "") -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _rich() -> bool:
+    """Whether tables are drawn: on a terminal, when the extra `cli` is installed."""
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if _rich():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, title=title or None, title_justify="left")
+        for row in cells:
+            table.add_row(*map(Text, row))  # text, for brackets are no markup here
+        Console(file=sys.stdout).print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    if title:
+        _say(title)
+    for row in [columns, *cells]:
+        _say("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
+
+
+# doctor
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from ejkernel import __version__
+
+    versions = [("python", platform.python_version()), ("ejkernel", __version__)]
+    versions += [(name, _version(name)) for name in _DISTRIBUTIONS]
+    _table(("package", "version"), versions)
+    _say()
+    code = 0
+    try:
+        rows = [(d.id, d.platform, d.device_kind) for d in _devices()]
+    except UsageError as error:
+        code = 1
+        _say(str(error))
+    else:
+        _table(("device", "platform", "kind"), rows)
+        _say()
+        _table(("platform", "usable", "why"), _platforms())
+    _say()
+    _table(("cache", ""), _cache_state())
+    return code
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[Any]:
+    import jax
+
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        raise UsageError(f"JAX finds no device: {error}") from None
+
+
+def _platforms() -> list[tuple[str, str, str]]:
+    """Each platform, whether a call here can use it, and with which ops or why not."""
+    from ejkernel import _device
+    from ejkernel.kernels import Backend, Platform, kernel_registry
+
+    here = _device.device_kind()
+    rows = []
+    for one in Platform:
+        entries = [entry for entry in kernel_registry.list() if entry.platform == one]
+        usable = sorted({e.op for e in entries if e.backend in (Backend.ANY, here)})
+        if usable:
+            rows.append((str(one), "yes", f"{len(usable)} ops: {', '.join(usable)}"))
+        elif entries:
+            needed = sorted({e.backend.upper() for e in entries})
+            rows.append((str(one), "no", f"needs {' or '.join(needed)}; the device is a {here}"))
+        else:
+            reasons = {kernel_registry.missing(op, one) for op in kernel_registry.ops()}
+            told = sorted(r for r in reasons if "is registered" not in r)
+            rows.append((str(one), "no", told[0] if told else "no kernel of it is registered"))
+    return rows
+
+
+def _cache_state() -> list[tuple[str, Any]]:
+    cache = _cache()
+    records, bad = _survey(cache)
+    nearest = next((p for p in (cache.path, *cache.path.parents) if p.exists()), None)
+    writable = nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    state = [
+        ("folder", cache.path),
+        ("exists", "yes" if cache.path.is_dir() else "no"),
+        ("writable", "yes" if writable else "no: configurations stay in memory"),
+        ("records", len(records)),
+        ("bad files", len(bad)),
+    ]
+    return state + [("bad", file) for file in bad]
+
+
+# list
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from ejkernel.kernels import Platform, _support, kernel_registry
+
+    op = arguments.op
+    rows = []
+    if op is not None:
+        kernel_registry.spec(op)  # refuses what there is not
+    for name, cells in _support.matrix().items():
+        for entry, cell in cells.items() if op in (None, name) else ():
+            honours = cell["honours"] if cell["honours"] == "all" else ", ".join(cell["honours"])
+            backward = {"own": "own", "jax": "JAX's", None: "none"}[cell["backward"]]
+            rows.append((name, entry, backward, honours, cell["checked"], cell["version"]))
+    _table(("op", "entry", "backward", "acts on", "checked", "version"), rows)
+    if op is not None:
+        there = {entry.platform for entry in kernel_registry.list(op)}
+        absent = [(str(p), kernel_registry.missing(op, p)) for p in Platform if p not in there]
+        _say()
+        _table(("not here", "why"), absent)
+    return 0
+
+
+# explain
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from ejkernel._explain import explain
+
+    _devices()  # none is a matter of one line, too
+    values = _arrays(arguments.op, arguments.shape, arguments.dtype)
+    for text in arguments.options:
+        name, value = _named("--set", text)
+        if name in values:
+            raise UsageError(f"{name!r} is given twice")
+        values[name] = _value(value)
+    made = explain(arguments.op, platform=arguments.platform, **values)
+    _say(made.to_json(indent=2) if arguments.json else made.to_text())
+    return 0 if made.forward.entry is not None else 1
+
+
+def _named(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip().isidentifier():
+        raise UsageError(f"{option} {text!r} must be NAME=VALUE")
+    return name.strip(), value.strip()
+
+
+def _value(text: str) -> Any:
+    """A Python value as one writes it on a command line; what is none stays text."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _arrays(op: str, shapes: Sequence[str], dtype: str) -> dict[str, Any]:
+    """Shapes and dtypes of the arrays of a call, by name."""
+    import jax
+
+    from ejkernel.kernels import _spec, kernel_registry
+
+    fields = {f.name: f for f in _spec.array_fields(kernel_registry.spec(op).args)}
+    fields = {n: f for n, f in fields.items() if not f.metadata.get("internal")}
+    default = _dtype(dtype)
+    made: dict[str, Any] = {}
+    for text in shapes:
+        if "=" in text:
+            name, rest = _named("--shape", text)
+            names: tuple[str, ...] = (name,)
+        else:
+            names, rest = ("query", "key", "value"), text
+            if not set(names) <= set(fields):
+                raise UsageError(f"--shape {text!r} must name one of {', '.join(fields)}: NAME=…")
+        sizes, colon, own = rest.partition(":")
+        if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*", sizes):
+            raise UsageError(f"--shape {text!r} must hold sizes such as 2,1024,8,64")
+        shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+        for name in names:
+            if name not in fields:
+                raise UsageError(f"{op} has no array {name!r}; it has {', '.join(fields)}")
+            if name in made:
+                raise UsageError(f"{name!r} is given twice")
+            kind = _dtype(own) if colon else _fitting(fields[name], default)
+            made[name] = jax.ShapeDtypeStruct(shape, kind)
+    return made
+
+
+def _dtype(text: str) -> Any:
+    import jax.numpy as jnp
+
+    try:
+        return jnp.dtype(text.strip())
+    except TypeError:
+        raise UsageError(f"{text!r} is no dtype; try float32, bfloat16 or int32") from None
+
+
+def _fitting(field: Any, default: Any) -> Any:
+    """The default dtype, or one that an array of ids, lengths or masks has."""
+    from ejkernel.kernels import _spec
+
+    allowed = getattr(_spec._array_type(field.type), "dtypes", None)
+    if not isinstance(allowed, list | tuple):
+        return _dtype("bool") if field.name.endswith("mask") else default
+    if str(default) in allowed:
+        return default
+    return next((_dtype(d) for d in ("int32", "bool") if d in allowed), default)
+
+
+# cache
+
+
+def _cache() -> Any:
+    from ejkernel.ops import PersistentCache
+
+    return PersistentCache()
+
+
+def _survey(cache: Any) -> tuple[list[Any], list[pathlib.Path]]:
+    """Whole records, and the damaged files that were set aside, now or earlier."""
+    return list(cache.records()), sorted(cache.path.glob("v*/*/*/*.bad"))
+
+
+def _cache_path(arguments: argparse.Namespace) -> int:
+    _say(str(_cache().path))
+    return 0
+
+
+def _cache_show(arguments: argparse.Namespace) -> int:
+    records, bad = _survey(_cache())
+    rows = []
+    for record in records:
+        best = f"{min(record.times_ms.values()):.4g}" if record.times_ms else ""
+        what = (record.op, record.device, record.implementation, json.dumps(record.config))
+        rows.append((*what, best, record.date, "" if record.complete else "cut short"))
+    if rows:
+        _table(("op", "device", "entry", "config", "best ms", "date", ""), rows)
+    else:
+        _say("no records")
+    if bad:
+        _say(f"{len(bad)} bad files; `ejkernel doctor` names them")
+    return 0
+
+
+def _cache_clear(arguments: argparse.Namespace) -> int:
+    cache = _cache()
+    records, bad = _survey(cache)
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise UsageError("`cache clear` removes all records; say so with --yes")
+        sys.stderr.write(f"remove {len(records)} records from {cache.path}? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            _say("nothing removed")
+            return 1
+    cache.clear()
+    if left := sum(map(len, _survey(cache))):
+        raise UsageError(f"{left} files in {cache.path} could not be removed")
+    _say(f"removed {len(records)} records and {len(bad)} bad files")
+    return 0
+
+
+def _cache_export(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from ejkernel.ops.config.persistent import OWNER
+    from ejkernel.ops.utils import fingerprint
+
+    records = list(_cache().records())
+    document = {"owner": OWNER, "schema": fingerprint.SCHEMA, "records": records}
+    text = json.dumps(msgspec.to_builtins(document), indent=2, sort_keys=True) + "\n"
+    if arguments.file == "-":
+        sys.stdout.write(text)
+    else:
+        pathlib.Path(arguments.file).write_text(text)
+        _say(f"exported {len(records)} records to {arguments.file}")
+    return 0
+
+
+def _cache_import(arguments: argparse.Namespace) -> int:
+    standard = arguments.file == "-"
+    data = sys.stdin.buffer.read() if standard else pathlib.Path(arguments.file).read_bytes()
+    records = _checked_records(data, "the standard input" if standard else arguments.file)
+    cache = _cache()
+    cache.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=cache.path) as staging:
+        _say(f"imported {len(records)} records, {_move_in(cache, staging, records)} of them new")
+    return 0
+
+
+def _move_in(cache: Any, staging: str, records: Sequence[Any]) -> int:
+    """Writes all records beside the cache, then moves them in; takes all back if one move fails."""
+    staged = type(cache)(staging)
+    for record in records:
+        staged.add(record)
+    if len(list(staged.records())) != len(records):
+        raise UsageError(f"cannot write {len(records)} records to {cache.path}; nothing imported")
+    undo: list[tuple[pathlib.Path, bytes | None]] = []
+    try:
+        for file in sorted(pathlib.Path(staging).glob("*/*/*/*.json")):
+            final = cache.path / file.relative_to(staging)
+            final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            undo.append((final, final.read_bytes() if final.exists() else None))
+            os.replace(file, final)
+    except BaseException:
+        for final, before in reversed(undo):
+            with contextlib.suppress(OSError):
+                final.unlink(missing_ok=True) if before is None else final.write_bytes(before)
+        raise
+    return sum(before is None for _, before in undo)
+
+
+def _checked_records(data: bytes, name: str) -> list[Any]:
+    """The records of an exported document; one that is bad refuses them all."""
+    import msgspec
+
+    from ejkernel.ops.config.persistent import OWNER, Record
+    from ejkernel.ops.utils import fingerprint
+
+    class Document(msgspec.Struct, forbid_unknown_fields=True):
+        owner: str
+        schema: int
+        records: list[Record]
+
+    try:
+        document = msgspec.json.decode(data, type=Document)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name}: {error}; nothing imported") from None
+    if (document.owner, document.schema) != (OWNER, fingerprint.SCHEMA):
+        raise UsageError(f"{name} is not of {OWNER}, schema {fingerprint.SCHEMA}")
+    seen = set()
+    for place, record in enumerate(document.records):
+        identity = (record.device, record.op, record.key)
+        problem = "is there twice" if identity in seen else _record_problem(record)
+        if problem is not None:
+            raise UsageError(f"{name}: record {place} {problem}; nothing imported")
+        seen.add(identity)
+    return document.records
+
+
+def _record_problem(record: Any) -> str | None:
+    """What is wrong with a record, apart from the types of its fields."""
+    from ejkernel.kernels import kernel_registry
+    from ejkernel.ops.config.persistent import OWNER
+    from ejkernel.ops.utils import fingerprint
+
+    if (record.owner, record.schema) != (OWNER, fingerprint.SCHEMA):
+        return f"is not of {OWNER}, schema {fingerprint.SCHEMA}"
+    if _KEY.fullmatch(record.key) is None:  # a key is a file name
+        return f"has a key that is none: {record.key[:80]!r}"
+    if any(not 0 <= time < float("inf") for time in record.times_ms.values()):
+        return "has times that are no times"
+    if record.op not in kernel_registry.ops():
+        return None  # of a kernel that is not here; it is checked when it is used
+    for entry in kernel_registry.list(record.op):
+        if (entry.name, entry.version) == (record.implementation, record.version):
+            if entry.config is None:
+                return None if record.config is None else "has a config, and its entry has none"
+            try:
+                entry.decode(None, "forward", record.config)
+            except (ValueError, TypeError) as error:
+                return f"has a config that does not hold: {error}"
+    return None
