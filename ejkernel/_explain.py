@@ -100,10 +100,10 @@ def explain(op: Any, /, *args: Any, **kwargs: Any) -> Explanation:
     chooser = executors.default_executor().chooser
     probe = _Probe(chooser)
     with policies.policy_override(autotune=False):
-        program = probe._program(kernel, leaves, tree, [])
+        program = probe._program(kernel, leaves, tree)
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
         try:
-            jax.eval_shape(program.run, *(stands_for.get(id(leaf), leaf) for leaf in arrays))
+            jax.eval_shape(program.fn, *(stands_for.get(id(leaf), leaf) for leaf in arrays))
         except _Found as found:
             return found.explanation
     raise AssertionError(f"`explain`: the call of {kernel.name!r} reached no kernel.")
@@ -196,7 +196,7 @@ class _Probe(executors.Executor):
     def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> NoReturn:
         call, kernel = inv.call, inv.kernel
         choice, forward = self._direction(inv)
-        differentiable = kernel.derivative_parts(call)["differentiable"]
+        differentiable = kernel.derivative_parts(call, choice)["differentiable"]
         wanted = tuple(
             name
             for name, x in call.arrays().items()
@@ -318,7 +318,7 @@ def _failures(chooser: ConfigChooser, inv: Invocation) -> dict[str, str]:
 
 def _measuring(
     chooser: ConfigChooser,
-    policy: policies.AutotunePolicy,
+    policy: policies.Policy,
     inv: Invocation,
     able: list[Implementation],
 ) -> tuple[str, bool]:

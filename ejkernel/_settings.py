@@ -160,3 +160,8 @@ def override(**values: Any) -> Iterator[Settings]:
     settings = dataclasses.replace(current(), **values)
     with _override(settings):
         yield settings
+
+
+def using(settings: Settings) -> Any:
+    """A context with exactly these settings, for a thread that works for another one."""
+    return _override(settings)

@@ -248,7 +248,7 @@ def test_persistent_cache(key, tmp_path):
     persistent.put(key, config)
     assert persistent.get(key) == config
 
-    # Survives across sessions
+    # Survives the process
     again = PersistentCache(path=str(tmp_path / "configs"))
     assert again.get(key) == config
     assert key in again
@@ -277,7 +277,7 @@ def test_config_selector_chain(a_b, tmp_path):
     assert len(choice.times_ms) == 4  # the heuristic's config, and the three of the space
     assert list((tmp_path / "default").rglob("*.json"))
 
-    # Disk-based storage for cross-session persistence
+    # Disk-based storage that outlives the process
     later = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), autotune=False)
     stored = Executor(later).choose(kernel, a, b)
     assert (stored.source, stored.cfg) == ("persistent", choice.cfg)

@@ -13,7 +13,7 @@ from ejkernel import _device, _settings
 from ejkernel.kernels import _oracle, _spec
 from ejkernel.kernels._registry import Backend, KernelEntry, Platform, _member, kernel_registry
 from ejkernel.ops import registry
-from ejkernel.ops.config.selection import refusal
+from ejkernel.ops.config.selection import Choice, refusal
 from ejkernel.ops.core.kernel import (
     FORWARD,
     Implementation,
@@ -102,9 +102,8 @@ class OpKernel(Kernel):
                     f"`{self.op}`: give either `cfg` or `fwd_params`/`bwd_params`, not both."
                 )
             if self.spec.config is None or not isinstance(cfg, self.spec.config):
-                raise TypeError(
-                    f"`{self.op}`: `cfg` must be a {getattr(self.spec.config, '__name__', None)}; got {cfg!r}."
-                )
+                kind = getattr(self.spec.config, "__name__", "config of this op; it has none")
+                raise TypeError(f"`{self.op}`: `cfg` must be a {kind}; got {cfg!r}.")
             fwd, bwd = cfg.fwd_params, cfg.bwd_params
         for name, params, kind in (("fwd_params", fwd, FwdParams), ("bwd_params", bwd, BwdParams)):
             if not (params is None or isinstance(params, kind) or dataclasses.is_dataclass(params)):
@@ -127,10 +126,10 @@ class OpKernel(Kernel):
     def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def layout(self, args: Any) -> Layout:
+    def layout(self, args: Any) -> Layout | None:
         return self.spec.layout(args)
 
-    def derivative_parts(self, args: Any) -> dict[str, Any]:
+    def derivative_parts(self, args: Any, choice: Choice) -> dict[str, Any]:
         spec = self.spec
         return {
             "formula": spec.formula_fn(),
@@ -148,14 +147,18 @@ class OpKernel(Kernel):
             f.name: msgspec.convert(document["statics"][f.name], f.type)
             for f in _spec.static_fields(self.spec.args)
         }
-        return Invocation(
+        inv = Invocation(
             kernel=self,
             call=self.spec.args(**arrays, **statics),
             target=_device.find(),
             platform=document["platform"],
+            placement=document.get("placement"),
             direction=document["direction"],
             wanted=frozenset(document["wanted"]),
         )
+        # precision and shardings are those of the program, not of this moment
+        inv.__dict__["document"] = document | {"device": inv.device_fingerprint}
+        return inv
 
     def example_inputs(self, inv: Invocation) -> Any:
         concrete = concrete_call(inv)
@@ -262,5 +265,12 @@ def call(kernel: type[OpKernel], arguments: dict[str, Any]) -> Any:
         instance = _instances[kernel] = kernel()
     return default_executor().run(instance, instance.dynamic(arguments))
 
+
+def _by_name(name: str) -> OpKernel | None:
+    kernel = OpKernel.public.get(name)
+    return None if kernel is None else _instances.setdefault(kernel, kernel())
+
+
+registry.add_resolver(_by_name)
 
 _instances: dict[type[OpKernel], OpKernel] = {}

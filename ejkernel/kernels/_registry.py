@@ -129,6 +129,10 @@ class KernelEntry:
 
     def decode(self, args: Any, direction: str, plain: Any) -> Any:
         """A config from plain values; unknown or impossible values are refused."""
+        if self.config is None:
+            if plain is not None:
+                raise ValueError(f"{self.name} has nothing to configure")
+            return None
         return msgspec.convert(plain, self.config.Config)
 
     def implementation(
@@ -287,9 +291,13 @@ class KernelRegistry:
             and e.backend in (Backend.ANY, kind if kind is not None else here)
         ]
         if not entries:
-            on = f" on {kind or here}"
+            elsewhere = [e for e in self.list(op) if wanted is None or e.platform == wanted]
+            needs = ", ".join(sorted({e.backend.upper() for e in elsewhere}))
             reason = self.missing(op, wanted) if wanted else "no kernel is registered"
-            raise UnsupportedError(f"`{op}`: {reason} ({wanted or 'any platform'}{on}).")
+            reason = f"needs {needs}" if elsewhere else reason
+            raise UnsupportedError(
+                f"`{op}`: {reason} ({wanted or 'any platform'} on {kind or here})."
+            )
         return _op_kernel.keyword_function(self.spec(op), entries[0])
 
     def validate_signatures(self) -> Sequence[str]:
@@ -309,7 +317,6 @@ class KernelRegistry:
     def _load(self, op: str) -> None:
         if op in self._loaded or op not in _packaged_ops():
             return
-        self._loaded.add(op)
         for platform, folders in _FOLDERS.items():
             for folder in folders:
                 if not _exists(folder.package) or not _exists(f"{folder.package}.{op}"):
@@ -319,7 +326,13 @@ class KernelRegistry:
                 if folder.needs and not _exists(folder.needs):
                     self._missing[op, platform] = folder.install
                     continue
-                importlib.import_module(f"{folder.package}.{op}")
+                try:
+                    importlib.import_module(f"{folder.package}.{op}")
+                except ImportError as error:
+                    if folder.needs is None:
+                        raise
+                    self._missing[op, platform] = f"{folder.needs} cannot be imported: {error}"
+        self._loaded.add(op)
 
 
 def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,10 @@ class OpSpec:
             shapes[field.name] = jax.ShapeDtypeStruct(shape, array.dtype)
         return self.example(args.with_arrays(shapes))
 
-    def layout(self, args: Any) -> Layout:
+    def layout(self, args: Any) -> Layout | None:
+        """The axes of the arrays; None when their annotations do not tell."""
+        if not all(_array_type(f.type) for f in array_fields(self.args)) or not self.output_axes:
+            return None
         return Layout(
             arrays={f.name: axes_of(f.type) for f in array_fields(self.args)},
             outputs=tuple(self.output_axes[name] for name in self.outputs(args)),

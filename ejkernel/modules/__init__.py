@@ -9,12 +9,12 @@ from ejkernel.modules.operations.attention import (
 )
 from ejkernel.modules.operations.flash_attention import FlashAttention, flash_attention
 from ejkernel.modules.operations.merge_attention_states import merge_attention_states
-from ejkernel.ops import Executor
+from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache
 
 
 def create_default_executor() -> Executor:
-    """An executor with the library's default chain of configurations."""
-    return Executor()
+    """An executor with the library's default chain: memory, disk, measurement, heuristics."""
+    return Executor(ConfigSelectorChain(persistent=PersistentCache()))
 
 
 __all__ = [

@@ -1,15 +1,19 @@
 """Recorded invocations, and the kernels they name."""
 
 import dataclasses
+import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from ejkernel.ops.core.kernel import Invocation, Kernel
 
+logger = logging.getLogger("ejkernel")
+
 _recorded: dict[str, Invocation] = {}
+_resolvers: list[Callable[[str], Kernel | None]] = []
 _kernels: "weakref.WeakValueDictionary[str, Kernel]" = weakref.WeakValueDictionary()
 
 
@@ -41,8 +45,17 @@ def remember_kernel(kernel: Kernel) -> None:
     _kernels[kernel.name] = kernel
 
 
+def add_resolver(resolve: Callable[[str], Kernel | None]) -> None:
+    """Adds a way to find kernels by name that have not been used yet in this process."""
+    _resolvers.append(resolve)
+
+
 def kernel_named(name: str) -> Kernel | None:
-    return _kernels.get(name)
+    """A kernel that is alive, or that a resolver makes."""
+    found = _kernels.get(name)
+    for resolve in _resolvers if found is None else ():
+        found = found or resolve(name)
+    return found
 
 
 def from_labels(labels: Iterable[Any]) -> list[Invocation]:
@@ -50,6 +63,8 @@ def from_labels(labels: Iterable[Any]) -> list[Invocation]:
     made = []
     for item in labels:
         kernel = kernel_named(item.name) if item.document is not None else None
-        if kernel is not None:
+        if kernel is not None and type(kernel).restore is not Kernel.restore:
             made.append(kernel.restore(item.document["call"]))
+        elif item.document is not None:
+            logger.warning("a program has calls of %r, which cannot be restored here", item.name)
     return made

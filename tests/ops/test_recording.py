@@ -59,10 +59,10 @@ class Double(Kernel):
 
     def heuristic_cfg(self, inv):
         self.asked += 1
-        return Config(10_000)
+        return Config(200_000)
 
     def config_space(self, inv):
-        return [Config(10_000), Config(1)]
+        return [Config(200_000), Config(1)]
 
 
 class OwnGradient(Double):
@@ -155,7 +155,7 @@ def test_recorded_calls_are_tuned_and_used(chain):
     gradient = jax.grad(lambda x: executor(kernel, x).sum())
     with _settings.override(ops_record=True):
         assert_allclose(gradient(X), jnp.full_like(X, 2.0))
-        assert executor.choose(kernel, X).cfg == Config(10_000)
+        assert executor.choose(kernel, X).cfg == Config(200_000)
     choices = autotune_recorded(chain=chain)
     assert set(choices) == {inv.key for inv in get_invocations()}
     assert {choice.source for choice in choices.values()} == {"autotune"}
@@ -332,7 +332,7 @@ def test_labels_tell_the_configs_of_a_program(chain):
         executor.invocation(kernel, X).key: {
             "implementation": "run/any",
             "version": 1,
-            "config": {"steps": 10_000},
+            "config": {"steps": 200_000},
             "source": "heuristics",
         }
     }

@@ -56,7 +56,7 @@ class _Overlay:
 
     def __init__(self, values: dict[Any, Any]):
         self.values = values
-        text = serialize.stable_json({str(k): [type(v).__name__, v] for k, v in values.items()})
+        text = serialize.stable_json({str(k): _typed(v) for k, v in values.items()})
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -64,6 +64,13 @@ class _Overlay:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+def _typed(value: Any) -> list[Any]:
+    """A configuration with the names of its types: equal fields do not make equal configs."""
+    kinds = [value, value.config] if isinstance(value, Stored) else [value]
+    names = [f"{type(x).__module__}.{type(x).__qualname__}" for x in kinds]
+    return [*names, serialize.describe(value)]
 
 
 _overlay = jax.make_user_context(default_value=None)

@@ -74,6 +74,10 @@ class PersistentCache:
     def put(self, key: Any, cfg: Any, *, op: str = "any", device: str = "any") -> None:
         """Remembers a configuration, or a `Stored` choice, under a key."""
         stored = cfg if isinstance(cfg, Stored) else Stored("", 0, cfg)
+        try:
+            plain = serialize.to_builtins(stored.config)
+        except TypeError as error:
+            return self._tell(f"a configuration of {op} has no JSON ({error}); it stays in memory")
         record = Record(
             owner=OWNER,
             schema=fingerprint.SCHEMA,
@@ -82,7 +86,7 @@ class PersistentCache:
             device=device,
             implementation=stored.implementation,
             version=stored.version,
-            config=serialize.to_builtins(stored.config),
+            config=plain,
             config_type=_type_name(stored.config),
             times_ms=dict(stored.times_ms),
             failures=dict(stored.failures),
@@ -90,7 +94,7 @@ class PersistentCache:
             versions={"jax": jax.__version__},
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         )
-        self._write(self._file(record.key, op, device), msgspec.json.encode(record))
+        self.add(record)
 
     def get(self, key: Any, *, op: str = "any", device: str = "any") -> Any | None:
         """The configuration under a key, of the type it was put with; None when there is none."""
@@ -99,9 +103,9 @@ class PersistentCache:
             return None
         cls = _known_type(record.config_type)
         try:
-            return record.config if cls is None else decode(record.config, cls)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
-            self._set_aside(self._file(_text(key), op, device), str(error))
+            return record.config if cls is None else msgspec.convert(record.config, cls)
+        except Exception as error:  # noqa: BLE001 - a config checks itself in any way it likes
+            self.reject(record, str(error))
             return None
 
     def __contains__(self, key: Any) -> bool:
@@ -111,7 +115,11 @@ class PersistentCache:
 
     def read(self, key: Any, *, op: str = "any", device: str = "any") -> Record | None:
         """The record of a key; damage is a miss."""
-        file = self._file(_text(key), op, device)
+        try:
+            file = self._file(_text(key), op, device)
+        except (RuntimeError, OSError) as error:  # no home, no folder
+            self._tell(f"there is no cache folder: {error}")
+            return None
         try:
             data = file.read_bytes()
             if file.stat().st_uid != _uid():
@@ -129,9 +137,11 @@ class PersistentCache:
 
     def records(self) -> Iterator[Record]:
         """All whole records of this schema."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             for file in sorted(self._root().glob("*/*/*.json")):
                 with contextlib.suppress(OSError):
+                    if file.stat().st_uid != _uid():
+                        continue
                     record = self._parse(file, file.read_bytes(), file.stem)
                     if record is not None:
                         yield record
@@ -139,16 +149,25 @@ class PersistentCache:
     def clear(self) -> int:
         """Removes all records of this schema, and what was set aside; how many there were."""
         removed = 0
-        for pattern in ("*/*/*.json", "*/*/*.bad", "*/*/.tmp-*"):
+        for record in list(self.records()):
+            with contextlib.suppress(OSError):
+                self._file(record.key, record.op, record.device).unlink()
+                removed += 1
+        for pattern in ("*/*/*.bad", "*/*/.tmp-*"):
             for file in list(self._root().glob(pattern)):
                 with contextlib.suppress(OSError):
-                    file.unlink()
-                    removed += file.suffix == ".json"
+                    if file.stat().st_uid == _uid():
+                        file.unlink()
         return removed
 
     def add(self, record: Record) -> None:
-        """Writes a record that was read elsewhere."""
-        self._write(self._file(record.key, record.op, record.device), msgspec.json.encode(record))
+        """Writes a record; somebody else's file in its place stays."""
+        try:
+            file = self._file(record.key, record.op, record.device)
+        except (RuntimeError, OSError) as error:
+            return self._tell(f"there is no cache folder: {error}; configurations stay in memory")
+        if not _is_foreign(file):
+            self._write(file, msgspec.json.encode(record))
 
     # Files
 
@@ -156,16 +175,13 @@ class PersistentCache:
         return self.path / f"v{fingerprint.SCHEMA}"
 
     def _file(self, key: str, op: str, device: str) -> pathlib.Path:
-        return self._root() / _slug(device) / _slug(op) / f"{key}.json"
+        return self._root() / _slug(device) / _slug(op) / f"{_text(key)}.json"
 
     def _parse(self, file: pathlib.Path, data: bytes, key: str) -> Record | None:
         try:
             document = json.loads(data)
-            if isinstance(document, dict) and (
-                document.get("owner", OWNER) != OWNER
-                or document.get("schema", fingerprint.SCHEMA) != fingerprint.SCHEMA
-            ):
-                return None  # somebody else's
+            if _foreign(document):
+                return None
             record = msgspec.convert(document, Record)
             if record.key != key:
                 raise ValueError(f"it holds the key {record.key[:12]}…")
@@ -177,7 +193,7 @@ class PersistentCache:
     def _write(self, file: pathlib.Path, data: bytes) -> None:
         temporary = None
         try:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(file.parent)
             handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
             with os.fdopen(handle, "wb") as out:
                 out.write(data)
@@ -195,7 +211,7 @@ class PersistentCache:
         with contextlib.suppress(OSError):
             os.replace(file, file.with_suffix(".bad"))
             moved = f"and was moved to {file.with_suffix('.bad').name}"
-        self._tell(f"{file} is damaged ({reason.splitlines()[0][:120]}) {moved}")
+        self._tell(f"{file} is damaged ({reason.strip().partition(chr(10))[0][:120]}) {moved}")
 
     def _tell(self, text: str) -> None:
         """One warning a cache: trouble with files never stops a call."""
@@ -204,11 +220,35 @@ class PersistentCache:
             warnings.warn(f"ejkernel cache: {text}.", EjkernelWarning, stacklevel=2)
 
 
-def decode(config: Any, cls: type) -> Any:
-    """A config of a type from its plain values; the type's own checks run."""
-    if not dataclasses.is_dataclass(cls):
-        return msgspec.convert(config, cls)
-    return msgspec.convert(config, cls, strict=True)
+def revive(record: Record) -> Any:
+    """The config of a record, of the type it names if that is loaded."""
+    cls = _known_type(record.config_type)
+    return record.config if cls is None else msgspec.convert(record.config, cls)
+
+
+def _foreign(document: Any) -> bool:
+    return isinstance(document, dict) and (
+        document.get("owner", OWNER) != OWNER
+        or document.get("schema", fingerprint.SCHEMA) != fingerprint.SCHEMA
+    )
+
+
+def _is_foreign(file: pathlib.Path) -> bool:
+    """Whether a file is another user's, owner's or schema's."""
+    try:
+        if file.stat().st_uid != _uid():
+            return True
+        return _foreign(json.loads(file.read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _make_private(folder: pathlib.Path) -> None:
+    """Makes a folder and its missing parents, readable by their owner alone."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
 
 
 def _text(key: Any) -> str:
@@ -234,5 +274,6 @@ def _known_type(name: str) -> type | None:
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        # not getattr: a module may import another one to answer it
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None

@@ -51,12 +51,13 @@ class Policy:
     allow_in_trace: bool
 
 
-_override = jax.make_user_context(default_value=None)
+# the fields that are overridden, as sorted pairs
+_override = jax.make_user_context(default_value=())
 
 
 def current(own: AutotunePolicy) -> Policy:
-    """The policy in force for a chain: the innermost override, else the chain's own."""
-    return (_override.value or own).resolved()
+    """The policy in force for a chain: its own, with the fields that contexts override."""
+    return dataclasses.replace(own, **dict(_override.value)).resolved()
 
 
 @contextlib.contextmanager
@@ -70,14 +71,18 @@ def policy_override(
     """Changes the policy of whatever chain runs inside a `with` block.
 
     Args:
-      chain: A chain whose policy the change starts from; None starts from the policy in force.
+      chain: A chain whose whole policy is taken first; None keeps what is in force.
       autotune: Short for `mode="autotune"` or `mode="heuristics"`.
       policy: A whole policy.
-      **fields: Single fields of `AutotunePolicy`.
+      **fields: Single fields of `AutotunePolicy`; the others stay as they are.
     """
-    base = policy or _override.value or getattr(chain, "policy", None) or AutotunePolicy()
+    changes = dict(_override.value)
+    for base in (getattr(chain, "policy", None), policy):
+        if base is not None:
+            changes = {f.name: getattr(base, f.name) for f in dataclasses.fields(AutotunePolicy)}
     if autotune is not None:
         fields["mode"] = "autotune" if autotune else "heuristics"
-    changed = dataclasses.replace(base, **fields)
-    with _override(changed):
-        yield changed
+    changes |= fields
+    made = AutotunePolicy(**changes)  # checks names and values
+    with _override(tuple(sorted(changes.items()))):
+        yield made

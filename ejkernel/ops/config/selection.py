@@ -6,13 +6,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
-import msgspec
 
 from ejkernel import _device
 from ejkernel.errors import SelectionError, UnsupportedError, UnsupportedGroupError
 from ejkernel.ops.config import cache as caches
+from ejkernel.ops.config import persistent, table
 from ejkernel.ops.config import policy as policies
-from ejkernel.ops.config import table
 from ejkernel.ops.config.cache import ConfigCache, Stored
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.core.kernel import BACKWARD, Implementation, Invocation
@@ -143,7 +142,9 @@ class ConfigSelectorChain(ConfigChooser):
                 continue
             try:
                 config = implementation.decode(inv.call, inv.direction, record.config)
-            except (msgspec.ValidationError, TypeError, ValueError) as error:
+            except NotImplementedError:  # no heuristic tells the type of a config
+                config = persistent.revive(record)
+            except Exception as error:  # noqa: BLE001 - a config checks itself in any way it likes
                 self.persistent.reject(record, str(error))
                 return None
             return Stored(
@@ -168,8 +169,10 @@ class ConfigSelectorChain(ConfigChooser):
         with self._lock:  # one measurement at a time; another thread may have just made this one
             if not again and (choice := search.stored(self.cache.get(inv.key), "memory")):
                 return choice
+            partial = self._read(inv)
+            known = None if partial is None or partial.complete else partial
             result = self._get_tuner().tune(
-                inv, search.able, budget_s, known=self._read(inv), save=self._save_partial(inv)
+                inv, search.able, budget_s, known=known, save=self._save_partial(inv)
             )
             self.failures[inv.key] = dict(result.failures)
             if result.stored is None:

@@ -6,6 +6,7 @@ An exact or bucketed hit counts as measured; the nearest shape and a sibling dev
 import functools
 import importlib.resources
 import json
+import logging
 import math
 from typing import Any
 
@@ -13,6 +14,8 @@ import msgspec
 
 from ejkernel.ops.config.cache import Stored
 from ejkernel.ops.core.kernel import Invocation
+
+logger = logging.getLogger("ejkernel")
 
 # A nearest shape further than this (sum of log2 ratios of all axes) says nothing.
 _FAR = 6.0
@@ -50,8 +53,8 @@ def known(inv: Invocation) -> Stored | None:
     found = rows(_model(inv), inv.kernel.name)
     for match in (lambda call: call, _bucketed):
         for row in found:
-            if match(_call(row.call)) == match(_call(mine)):
-                return _stored(inv, row)
+            if match(_call(row.call)) == match(_call(mine)) and (stored := _stored(inv, row)):
+                return stored
     return None
 
 
@@ -63,8 +66,9 @@ def near(inv: Invocation) -> Stored | None:
             ((distance, i) for i, row in enumerate(rows(device, inv.kernel.name))
              if (distance := _distance(_call(row.call), mine)) <= _FAR)
         )  # fmt: skip
-        if ranked:
-            return _stored(inv, rows(device, inv.kernel.name)[ranked[0][1]])
+        for _, index in ranked:
+            if stored := _stored(inv, rows(device, inv.kernel.name)[index]):
+                return stored
     return None
 
 
@@ -128,8 +132,13 @@ def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def _stored(inv: Invocation, row: Row) -> Stored | None:
+    """What a row says, if its kernel is here in that version and takes the configuration."""
     for implementation in inv.kernel.implementations(inv):
         if (implementation.name, implementation.version) == (row.implementation, row.version):
-            config = implementation.decode(inv.call, inv.direction, row.config)
+            try:
+                config = implementation.decode(inv.call, inv.direction, row.config)
+            except Exception as error:  # noqa: BLE001 - a table must not stop a call
+                logger.warning("a shipped configuration does not hold: %s", error)
+                return None
             return Stored(row.implementation, row.version, config, row.times_ms)
     return None

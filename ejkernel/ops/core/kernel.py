@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
+from ejkernel import _device
 from ejkernel._device import Target
 from ejkernel.ops.core.types import AbstractArgs, CallArgs, Cfg, Out, is_array
 from ejkernel.ops.utils import fingerprint
@@ -72,17 +73,28 @@ class Invocation(Generic[Cfg, Out]):
     target: Target | None = None
     platform: str = "auto"
     backend: str = "any"
+    placement: str | None = None  # how the arrays of an eager call are split over devices
     direction: str = FORWARD
     wanted: frozenset[str] = frozenset()  # perturbed arrays; backward only
     override: Any = None
 
     def __post_init__(self) -> None:
+        fill = functools.partial(object.__setattr__, self)
         if self.call is None:
-            object.__setattr__(self, "call", CallArgs.of(self.args, self.kwargs))
+            fill("call", CallArgs.of(self.args, self.kwargs))
         elif isinstance(self.call, CallArgs):
             args, kwargs = self.call.call()
-            object.__setattr__(self, "args", args)
-            object.__setattr__(self, "kwargs", kwargs)
+            fill("args", args)
+            fill("kwargs", kwargs)
+        else:
+            fill("args", tuple(self.call.arrays().values()))
+        if self.placement is None:
+            arrays = (x for x in self.call.arrays().values() if isinstance(x, jax.Array))
+            concrete = (x for x in arrays if not isinstance(x, jax.core.Tracer))
+            first = next(concrete, None)
+            fill("placement", None if first is None else fingerprint.of_sharding(first.sharding))
+        if self.target is None:
+            fill("target", _device.of_arrays(jax.tree.leaves(self.args)) or _device.find())
 
     @property
     def abstract_args(self) -> tuple[Any, ...]:
@@ -109,6 +121,7 @@ class Invocation(Generic[Cfg, Out]):
             device=self.device_fingerprint,
             arrays=self.call.arrays(),
             statics=self.call.statics(),
+            placement=self.placement,
             wanted=sorted(self.wanted),
         )
 
@@ -180,15 +193,16 @@ class Kernel(Generic[Cfg, Out]):
         """Axes of the arrays, for splitting a call over devices; None leaves that to JAX."""
         return None
 
-    def derivative_parts(self, args: Any) -> dict[str, Any]:
-        """The op's share of its derivative rule (see `autodiff.Rule`)."""
+    def derivative_parts(self, args: Any, choice: Any) -> dict[str, Any]:
+        """The op's share of its derivative rule (see `autodiff.Rule`), for a choice."""
         count = sum(map(is_array, jax.tree.leaves(args.call()[0])))
 
         def formula(args: CallArgs) -> tuple[jax.Array, ...]:
+            portable = self._methods("cpu")
+            if not portable:
+                return tuple(jax.tree.leaves(choice.implementation.forward(args, choice.cfg)[0]))
             positional, kwargs = args.call()
-            inv = Invocation(kernel=self, call=args)
-            run = self._methods("cpu")[-1][1]  # the most portable one
-            return tuple(jax.tree.leaves(run(*positional, cfg=self.heuristic_cfg(inv), **kwargs)))
+            return tuple(jax.tree.leaves(portable[-1][1](*positional, cfg=choice.cfg, **kwargs)))
 
         names = [str(i) for i in range(count)]
         return {
@@ -286,6 +300,7 @@ def concrete_call(inv: Invocation) -> Any:
     wanted, found = inv.call.arrays(), call.arrays()
     alike = wanted.keys() == found.keys() and all(
         (x.shape, x.dtype) == (found[n].shape, found[n].dtype)
+        and is_array(found[n])
         and not isinstance(found[n], jax.core.Tracer)
         for n, x in wanted.items()
     )

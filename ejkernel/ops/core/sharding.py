@@ -32,10 +32,14 @@ def apply(
 ) -> tuple[jax.Array, ...]:
     """Runs `run(args)`, inside a shard_map if the call is split over devices."""
     given, mesh, out_specs = request.in_specs, request.mesh, request.out_specs
-    layout = kernel.layout(args)
-    if mesh is None and layout is not None:
+    if mesh is None:
         mesh, given = _from_types(args)
-    if mesh is None or layout is None:
+        if mesh is None:
+            return run(args)
+    layout = kernel.layout(args)
+    if layout is None:
+        if request.mesh is not None:
+            raise ValueError(f"`{kernel.name}`: nobody says which axes of its arrays may be split.")
         return run(args)
     split = _split_axes(kernel.name, layout, args, mesh, _by_name(kernel.name, layout, given))
     specs = {

@@ -15,9 +15,13 @@ from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorC
 from ejkernel.ops.core import autodiff, sharding
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Invocation, Kernel, Request
 from ejkernel.ops.core.types import AbstractArgs
-from ejkernel.ops.utils import hlo
+from ejkernel.ops.utils import fingerprint, hlo
 
 _MAX_PROGRAMS = 4096
+
+
+def _is_concrete(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 class _Array:
@@ -31,9 +35,18 @@ _ARRAY = _Array()
 class _Program:
     """A compiled kind of call, and what the chooser had remembered when it was traced."""
 
-    run: Callable[..., Any]
+    fn: Callable[..., Any]
     generation: int
     known: dict[str, Any]
+    held: list[dict[str, Any]]  # the call that runs, for a tuner that wants its arguments
+
+    def run(self, call: dict[str, Any], arrays: list[Any], eager: bool) -> Any:
+        if eager:
+            self.held.append(call)
+        try:
+            return self.fn(*arrays)
+        finally:
+            self.held.clear()  # a program must not keep arrays alive
 
     def holds(self, chooser: ConfigChooser) -> bool:
         """Whether the chooser would still say the same; a later tuning is seen here."""
@@ -75,15 +88,11 @@ class Executor:
         try:
             program = self._programs.get(key)
         except TypeError:  # an option that cannot be hashed: nothing to remember the program by
-            return self._program(kernel, leaves, tree, []).run(*arrays)
+            return self._program(kernel, leaves, tree, where).run(call, arrays, where is not None)
         if program is not None and program.holds(self.chooser):
-            return program.run(*arrays)
-        held = [call] if where is not None else []
-        program = self._program(kernel, leaves, tree, held)
-        try:
-            result = program.run(*arrays)  # remembered only if it works
-        finally:
-            held.clear()  # the program must not keep the arrays of its first call alive
+            return program.run(call, arrays, where is not None)
+        program = self._program(kernel, leaves, tree, where)
+        result = program.run(call, arrays, where is not None)  # remembered only if it works
         program.generation = self.chooser.generation
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.pop(next(iter(self._programs)))
@@ -103,7 +112,8 @@ class Executor:
         call = kernel.bind(args, kwargs, cfg)
         canonical, request = kernel.prepare(call)
         target = _device.of_arrays(jax.tree.leaves(call)) or _device.find(request.mesh)
-        inv = _invocation(kernel, canonical, request, target)
+        split = next((x.sharding for x in jax.tree.leaves(call) if _is_concrete(x)), None)
+        inv = _invocation(kernel, canonical, request, target, placement=split)
         if direction == FORWARD:
             return inv
         return dataclasses.replace(
@@ -114,14 +124,13 @@ class Executor:
         """The choice that a call with these arguments would run with."""
         return self.chooser.choose(self.invocation(kernel, *args, **kwargs))
 
-    def _program(
-        self, kernel: Kernel, leaves: list[Any], tree: Any, held: list[dict[str, Any]]
-    ) -> _Program:
-        """Compiles a kind of call; `held` has the first call while it is traced."""
+    def _program(self, kernel: Kernel, leaves: list[Any], tree: Any, where: Any = None) -> _Program:
+        """Compiles a kind of call; `where` is the sharding of an eager one."""
         slots = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         options = [None if slot else leaf for leaf, slot in zip(leaves, slots, strict=True)]
         placed = _device.of_arrays(leaves)
         known: dict[str, Any] = {}
+        held: list[dict[str, Any]] = []
 
         def program(*arrays):
             remaining = iter(arrays)
@@ -134,19 +143,19 @@ class Executor:
             metadata = {"concrete": lambda: kernel.prepare(held[0])[0] if held else None}
 
             def run(args: AbstractArgs) -> Any:
-                inv = _invocation(kernel, args, request, target, metadata)
+                inv = _invocation(kernel, args, request, target, metadata, where)
                 return self._compute(inv, request, known)
 
             return kernel.finish(args, sharding.apply(kernel, run, args, request))
 
-        return _Program(jax.jit(program, inline=True), self.chooser.generation, known)
+        return _Program(jax.jit(program, inline=True), self.chooser.generation, known, held)
 
     def _choose(self, inv: Invocation, known: dict[str, Any]) -> Choice:
         if _settings.current().ops_record:
             registry.record_invocation(inv.kernel, inv)
         choice = self.chooser.choose(inv)
         if choice.source != "override":
-            known[inv.key] = self.chooser.known(inv.key)
+            known.setdefault(inv.key, self.chooser.known(inv.key))
         return choice
 
     def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> Any:
@@ -173,7 +182,7 @@ class Executor:
                 structure[:] = [tree]
                 return tuple(leaves), tuple(residuals)
 
-            parts = kernel.derivative_parts(inv.call)
+            parts = kernel.derivative_parts(inv.call, choice)
             rule = autodiff.Rule(op=kernel.name, forward=forward, backward=backward, **parts)
             outputs = autodiff.apply(rule, inv.call)
             return jax.tree.unflatten(structure[0], outputs)
@@ -185,6 +194,7 @@ def _invocation(
     request: Request,
     target: _device.Target,
     metadata: dict[str, Any] | None = None,
+    placement: Any = None,
 ) -> Invocation:
     return Invocation(
         kernel=kernel,
@@ -193,6 +203,7 @@ def _invocation(
         target=target,
         platform=request.platform,
         backend=request.backend,
+        placement=fingerprint.of_sharding(placement),
         override=request.forward,
     )
 

@@ -38,8 +38,14 @@ class Autotuner:
         """Measures many; with several processes, the first measures and all hear of it."""
         invocations = list(invocations)
         if jax.process_count() == 1:
-            return {inv.key: self.chain.tune(inv, budget_s=self.budget_s) for inv in invocations}
+            return {inv.key: _tune_as_called(self.chain, inv, self.budget_s) for inv in invocations}
         return _agree(self.chain, invocations, self.budget_s)
+
+
+def _tune_as_called(chain: ConfigSelectorChain, inv: Invocation, budget_s: float | None) -> Choice:
+    """Measures a call at the precision it was made with."""
+    with jax.default_matmul_precision(inv.document["precision"]):
+        return chain.tune(inv, budget_s=budget_s)
 
 
 def _default_chain() -> ConfigSelectorChain:
@@ -117,7 +123,7 @@ def _agree(
     table: dict[str, Any] = {}
     if jax.process_index() == 0:
         for inv in invocations:
-            chain.tune(inv, budget_s=budget_s)
+            _tune_as_called(chain, inv, budget_s)
             stored = chain.cache.get(inv.key)
             if isinstance(stored, Stored):
                 plain = serialize.to_builtins(stored.config)

@@ -20,9 +20,13 @@ def device_fingerprint(target: _device.Target | None = None) -> str:
 
 def sharding_fingerprint(array: Any) -> str | None:
     """How an array is split over its mesh; None when it is not."""
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    if not isinstance(array, jax.core.Tracer) and isinstance(array, jax.Array):
-        sharding = array.sharding
+    if isinstance(array, jax.core.Tracer):
+        return of_sharding(jax.typeof(array).sharding)
+    return of_sharding(getattr(array, "sharding", None))
+
+
+def of_sharding(sharding: Any) -> str | None:
+    """A sharding as text; None for one device or full copies."""
     spec = getattr(sharding, "spec", None)
     if spec is None or all(part is None for part in spec):
         return None
@@ -30,11 +34,12 @@ def sharding_fingerprint(array: Any) -> str | None:
 
 
 def describe_array(array: Any) -> dict[str, Any]:
-    """Shape, dtype and sharding of an array or tracer."""
+    """Shape, dtype and the sharding that an array's type carries (Explicit mesh axes)."""
+    aval = jax.typeof(array) if isinstance(array, jax.Array) else array
     return {
         "shape": list(array.shape),
         "dtype": str(array.dtype),
-        "sharding": sharding_fingerprint(array),
+        "sharding": of_sharding(getattr(aval, "sharding", None)),
     }
 
 

@@ -36,6 +36,7 @@ class label(contextlib.ContextDecorator):
         if not isinstance(name, str) or not name:
             raise ValueError(f"`label`: `name` must be a non-empty string; got {name!r}.")
         self.name = name
+        self._scopes: list[Any] = []  # one object may be entered several times
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -46,12 +47,12 @@ class label(contextlib.ContextDecorator):
         return labelled
 
     def __enter__(self) -> "label":
-        self._scope = jax.named_scope(_scope("label", self.name))
-        self._scope.__enter__()
+        self._scopes.append(jax.named_scope(_scope("label", self.name)))
+        self._scopes[-1].__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._scope.__exit__(*error)
+        self._scopes.pop().__exit__(*error)
 
 
 def _scope(kind: str, text: str) -> str:
@@ -86,7 +87,8 @@ def extract_labels_from_hlo_text(text: str) -> list[Label]:
     """The labels in the text of a program, each once, in the order they appear."""
     found: dict[Label | str, Label] = {}
     for kind, encoded in _PATTERN.findall(text):
-        with contextlib.suppress(binascii.Error, UnicodeDecodeError, json.JSONDecodeError):
+        # what looks like a label and is not one is somebody else's name
+        with contextlib.suppress(binascii.Error, ValueError, KeyError, TypeError):
             padded = encoded + "=" * (-len(encoded) % 4)
             body = base64.urlsafe_b64decode(padded).decode()
             found.setdefault(f"{kind}:{body}", _parse(kind, body))

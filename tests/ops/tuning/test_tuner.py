@@ -48,8 +48,8 @@ class Config:
 
 
 def slow(x):
-    """Right and quick to trace; takes milliseconds to run."""
-    burned = jax.lax.fori_loop(0, 10_000, lambda _, y: jnp.sin(y + 1), x)
+    """Right and quick to trace; takes about 15 ms to run, so that no hiccup makes it win."""
+    burned = jax.lax.fori_loop(0, 200_000, lambda _, y: jnp.sin(y + 1), x)
     return jnp.where(burned > 2, 0, 2 * x)
 
 
