@@ -127,6 +127,11 @@ class KernelEntry:
             f"{self.config.Config.__qualname__}; got {override!r}."
         )
 
+    def memory(self, args: Any, direction: str, cfg: Any) -> int | None:
+        """Bytes of temporaries by the config's own estimate."""
+        estimate = getattr(self.config, "memory", None)
+        return None if estimate is None else estimate(args, direction, cfg)
+
     def decode(self, args: Any, direction: str, plain: Any) -> Any:
         """A config from plain values; unknown or impossible values are refused."""
         if self.config is None:
@@ -154,6 +159,7 @@ class KernelEntry:
             heuristic=functools.partial(self.heuristic, target=target),
             candidates=functools.partial(self.candidates, target=target),
             configure=functools.partial(self.configure, target=target),
+            memory=self.memory,
             decode=self.decode,
             derivative=self.derivative,
         )

@@ -71,6 +71,14 @@ class OwnGradient(Double):
 
 
 @pytest.fixture(autouse=True)
+def programs_of_this_run():
+    """JAX's compilation cache leaves names out of its key and hands back those of earlier runs."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.fixture(autouse=True)
 def nothing_recorded():
     clear_invocations()
     yield

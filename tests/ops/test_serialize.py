@@ -139,3 +139,22 @@ def test_text_is_equal_in_every_process():
     assert len(texts) == 1
     (text,) = texts
     assert '"wanted":["bias","key","query","softmax_aux","value"]' in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Layered:
+    dtype: np.dtype
+    table: np.ndarray
+    device_table: jax.Array
+    kind: Color
+
+
+def test_dtypes_arrays_and_enums_survive():
+    value = Layered(
+        jnp.dtype(jnp.bfloat16), np.arange(6).reshape(2, 3), jnp.ones((2,), jnp.bfloat16), Color.RED
+    )
+    back = from_json(to_json(value), Layered)
+    assert (back.dtype, back.kind) == (value.dtype, value.kind)
+    np.testing.assert_array_equal(back.table, value.table)
+    assert back.device_table.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(back.device_table, np.float32), [1.0, 1.0])

@@ -40,6 +40,8 @@ class Implementation:
     why_not: Callable[[Any, str], str | None] = lambda args, direction: None
     heuristic: Callable[[Any, str], Any] = _no_config
     candidates: Callable[[Any, str], Sequence[Any]] = lambda args, direction: ()
+    # bytes that a config takes besides the arguments, if somebody can tell
+    memory: Callable[[Any, str, Any], int | None] = lambda args, direction, cfg: None
     # an override in any accepted spelling -> a config of this implementation, checked
     configure: Callable[[Any, str, Any], Any] = lambda args, direction, override: override
     # plain values read from disk -> a config, checked

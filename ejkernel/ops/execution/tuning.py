@@ -170,6 +170,7 @@ class Tuner:
     def _time(
         self, trial: "_Trial", implementation: Implementation, config: Any, clock: Any, best: Any
     ) -> float:
+        trial.check_memory(implementation, config)
         trial.check(implementation, config)
         run = trial.run(implementation, config)
         self.measured += 1
@@ -202,10 +203,11 @@ class _Trial:
 
     def __init__(self, inv: Invocation):
         self.inv = inv
+        self._free = free_memory()
         self.args = inv.kernel.example_inputs(inv)
         if isinstance(self.args, tuple | list):  # plain positional arguments of a user's kernel
             self.args = CallArgs.of(tuple(self.args), inv.kwargs)
-        _check_memory(self.args)
+        self._check(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.args)), "arrays")
         self._finite_inputs = all(
             bool(jnp.isfinite(x).all())
             for x in jax.tree.leaves(self.args)
@@ -254,6 +256,18 @@ class _Trial:
             if not same or not error <= allowed:
                 raise Rejected("disagrees with the other candidates at full size")
 
+    def check_memory(self, implementation: Implementation, config: Any) -> None:
+        """Raises, before anything is compiled, for a config that would fill the device."""
+        needed = implementation.memory(self.args, self.inv.direction, config)
+        if needed is not None:
+            self._check(needed, "temporaries")
+
+    def _check(self, needed: int, what: str) -> None:
+        if self._free is not None and needed > self._free / 2:
+            raise Rejected(
+                f"skipped: its {what} take {needed >> 20} MiB of {self._free >> 20} MiB free"
+            )
+
     def expect(self, implementation: Implementation, config: Any) -> None:
         """Takes a candidate that was measured before as the one the others are compared with."""
         if self._expected is None:
@@ -295,14 +309,6 @@ def _epsilon(dtype: Any) -> float:
     if not jnp.issubdtype(dtype, jnp.floating):
         return 0.0
     return float(jnp.finfo(dtype).eps) * (1.0 if jnp.dtype(dtype).itemsize >= 4 else 1 / 32)
-
-
-def _check_memory(args: Any) -> None:
-    """Refuses inputs that would fill more than half of what is free."""
-    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
-    free = free_memory()
-    if free is not None and needed > free / 2:
-        raise MemoryError(f"its arrays take {needed >> 20} MiB of {free >> 20} MiB free")
 
 
 def free_memory() -> int | None:

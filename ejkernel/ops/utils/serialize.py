@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -65,4 +66,14 @@ def to_json(value: Any) -> str:
 
 def from_json(text: str, cls: type) -> Any:
     """The value of type `cls` that `to_json` wrote, checked against the types of its fields."""
-    return msgspec.json.decode(text, type=cls)
+    return msgspec.json.decode(text, type=cls, dec_hook=_decode)
+
+
+def _decode(cls: type, plain: Any) -> Any:
+    """Types that JSON does not have: dtypes by name, arrays by shape, dtype and data."""
+    if issubclass(cls, np.dtype):
+        return jnp.dtype(plain)
+    if issubclass(cls, np.ndarray | jax.Array):
+        data = np.asarray(plain["data"], jnp.dtype(plain["dtype"])).reshape(plain["shape"])
+        return jnp.asarray(data) if issubclass(cls, jax.Array) else data
+    raise NotImplementedError(f"`from_json`: cannot read a {cls.__name__}")

@@ -769,3 +769,15 @@ def test_flash_attention_is_tuned_and_known_to_the_next_process(tmp_path):
     source, measured, total = json.loads(done.stdout)
     assert (source, measured) == ("persistent", 0)
     assert_allclose(total, float(out.sum()), rtol=1e-4, atol=1e-3)
+
+
+def test_a_config_that_would_fill_the_memory_is_skipped_before_it_is_compiled(monkeypatch):
+    monkeypatch.setattr(tuning, "free_memory", lambda: 1 << 20)
+    q, k, v = (jax.random.normal(key, (1, 300, 1, 16)) for key in jax.random.split(KEY, 3))
+    chain = ConfigSelectorChain(policy=AutotunePolicy(mode="autotune"))
+    choice = Executor(chain).choose(FlashAttention(), q, k, v)
+    (reasons,) = chain.failures.values()
+    skipped = [name for name, why in reasons.items() if "skipped: its temporaries" in why]
+    assert skipped
+    assert choice.source == "autotune"
+    assert not any(name in choice.times_ms for name in skipped)

@@ -75,6 +75,14 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     return tuple(dict.fromkeys([heuristic(args, direction, target), *made]))
 
 
+def memory(args: Any, direction: str, cfg: Config) -> int:
+    """Bytes of the tiles alive at once: logits and weights, and backward their gradients."""
+    size = blocks(args, cfg)
+    repeat = args.query.shape[2] // max(args.key.shape[2], 1)
+    tiles = 2 if direction == FORWARD else 4
+    return tiles * 4 * size.b * size.g * repeat * size.q * size.k
+
+
 def testing(args: Any, direction: str) -> Config:
     """A config that cuts the small shapes of tests into several blocks along every axis."""
     return Config(block_q=16, block_k=12, block_b=1, block_h=1)
