@@ -36,6 +36,7 @@ from ejkernel.ops import (
     policy_override,
 )
 from ejkernel.ops.config.cache import Stored
+from ejkernel.ops.execution import tuning
 from ejkernel.ops.execution.tuning import name_of
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -773,7 +774,9 @@ def test_flash_attention_is_tuned_and_known_to_the_next_process(tmp_path):
 
 def test_a_config_that_would_fill_the_memory_is_skipped_before_it_is_compiled(monkeypatch):
     monkeypatch.setattr(tuning, "free_memory", lambda: 1 << 20)
-    q, k, v = (jax.random.normal(key, (1, 300, 1, 16)) for key in jax.random.split(KEY, 3))
+    q, k, v = (
+        jax.random.normal(key, (1, 300, 1, 16)) for key in jax.random.split(jax.random.key(1), 3)
+    )
     chain = ConfigSelectorChain(policy=AutotunePolicy(mode="autotune"))
     choice = Executor(chain).choose(FlashAttention(), q, k, v)
     (reasons,) = chain.failures.values()
