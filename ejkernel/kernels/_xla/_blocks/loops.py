@@ -20,7 +20,7 @@ def stack(count: int, body: Callable[[Any], Any]) -> Any:
     """`body(0), …, body(count - 1)`, stacked along a new first axis."""
     if count == 1:
         return jax.tree.map(lambda x: x[None], body(0))
-    return jax.lax.map(body, jnp.arange(count))
+    return jax.lax.map(body, jnp.arange(count, dtype=jnp.int32))
 
 
 def scan(count: int, body: Callable[[Any, Any], Any], state: Any) -> tuple[Any, Any]:
@@ -28,7 +28,7 @@ def scan(count: int, body: Callable[[Any, Any], Any], state: Any) -> tuple[Any, 
     if count == 1:
         state, y = body(state, 0)
         return state, jax.tree.map(lambda x: x[None], y)
-    return jax.lax.scan(body, state, jnp.arange(count))
+    return jax.lax.scan(body, state, jnp.arange(count, dtype=jnp.int32))
 
 
 def vary_like(state: Any, like: jax.Array) -> Any:
@@ -52,7 +52,7 @@ def take(x: jax.Array, index: Any, size: int, axis: int) -> jax.Array:
 def put(x: jax.Array, block: jax.Array, indices: tuple[Any, ...]) -> jax.Array:
     """Adds a block at block `indices` (one per axis) of an accumulator."""
     start = [
-        0 if size == full else index * size
+        jnp.int32(0 if size == full else index * size)  # of one type, under x64 too
         for index, size, full in zip(indices, block.shape, x.shape, strict=True)
     ]
     old = jax.lax.dynamic_slice(x, start, block.shape)
