@@ -28,7 +28,7 @@ def arrays(groups=2, t=20):
     ), jax.random.normal(keys[3], (4, 4, t, t))
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         # a gradient that cancels to nothing keeps the rounding of its terms
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5 * np.abs(e).max())
@@ -59,8 +59,8 @@ def test_mesh_argument_changes_nothing(kind, name):
     split = functools.partial(
         call, mesh=make_mesh(kind), in_specs=SPECS, out_specs=P("data", None, "model")
     )
-    close(split(*xs), call(*xs))
-    close(gradient(lambda *x: split(*x[:3], bias=x[3]), *xs, bias),
+    assert_close(split(*xs), call(*xs))
+    assert_close(gradient(lambda *x: split(*x[:3], bias=x[3]), *xs, bias),
           gradient(lambda *x: call(*x[:3], bias=x[3]), *xs, bias))  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_one_key_head_is_replicated():
     out = flash_attention(
         *xs, mesh=make_mesh("auto"), in_specs=specs, out_specs=P(None, None, ("data", "model"))
     )
-    close(out, flash_attention(*xs))
+    assert_close(out, flash_attention(*xs))
 
 
 def test_lse_gets_its_own_spec():
@@ -79,7 +79,7 @@ def test_lse_gets_its_own_spec():
     split = flash_attention(
         *xs, mesh=make_mesh("auto"), in_specs=SPECS, out_specs=out_specs, return_lse=True
     )
-    close(split, flash_attention(*xs, return_lse=True))
+    assert_close(split, flash_attention(*xs, return_lse=True))
 
 
 BAD = {
@@ -122,7 +122,7 @@ def test_inside_the_users_shard_map(kind):
     placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(xs, specs, strict=True)]
     expected = jax.value_and_grad(lambda *xs: (call(*xs) ** 2).sum(), argnums=(0, 1, 2))(*xs)
     with jax.set_mesh(mesh):
-        close(jax.jit(mapped)(*placed), expected)
+        assert_close(jax.jit(mapped)(*placed), expected)
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
@@ -137,7 +137,7 @@ def test_jit_over_sharded_arrays(kind):
         run = jax.jit(lambda *xs: (call(*xs), gradient(call, *xs)))
         actual = run(*placed)
         text = run.lower(*placed).compile().as_text()
-    close(actual, expected)
+    assert_close(actual, expected)
     assert actual[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
     assert "all-gather" not in text  # batch and heads stay where they are
 
@@ -146,4 +146,4 @@ def test_eager_over_sharded_arrays():
     mesh = make_mesh("auto")
     xs, _ = arrays()
     placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in xs]
-    close(flash_attention(*placed), flash_attention(*xs))
+    assert_close(flash_attention(*placed), flash_attention(*xs))

@@ -46,7 +46,7 @@ def loss(fn):
     return of
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
 
@@ -60,9 +60,9 @@ def test_eager_jit_and_grad_agree_with_the_oracle(fn):
     xs = arrays()
     expected = jax.value_and_grad(loss(reference), argnums=(0, 1, 2, 3))(*xs)
     gradient = jax.value_and_grad(loss(fn), argnums=(0, 1, 2, 3))
-    close(gradient(*xs), expected)
-    close(jax.jit(gradient)(*xs), expected)
-    close(jax.grad(jax.jit(loss(fn)), argnums=(0, 1, 2, 3))(*xs), expected[1])
+    assert_close(gradient(*xs), expected)
+    assert_close(jax.jit(gradient)(*xs), expected)
+    assert_close(jax.grad(jax.jit(loss(fn)), argnums=(0, 1, 2, 3))(*xs), expected[1])
 
 
 def test_only_what_is_perturbed_is_differentiated(fn):
@@ -70,21 +70,21 @@ def test_only_what_is_perturbed_is_differentiated(fn):
     text = str(jax.make_jaxpr(jax.grad(loss(fn), argnums=0))(*xs))
     full = str(jax.make_jaxpr(jax.grad(loss(fn), argnums=(0, 3)))(*xs))
     assert text.count("linear=") == full.count("linear=") == 1
-    close(jax.grad(loss(fn), argnums=0)(*xs), jax.grad(loss(reference), argnums=0)(*xs))
+    assert_close(jax.grad(loss(fn), argnums=0)(*xs), jax.grad(loss(reference), argnums=0)(*xs))
 
 
 def test_forward_mode(fn):
     xs, directions = arrays(), arrays(seed=1)
-    close(jax.jvp(fn, xs, directions), jax.jvp(reference, xs, directions))
+    assert_close(jax.jvp(fn, xs, directions), jax.jvp(reference, xs, directions))
     pushed = jax.jit(lambda xs, ds: jax.linearize(fn, *xs)[1](*ds))(xs, directions)
-    close(pushed, jax.jvp(reference, xs, directions)[1])
+    assert_close(pushed, jax.jvp(reference, xs, directions)[1])
 
 
 def test_second_order(fn):
     xs = arrays(batch=(1,), t=3, s=4, heads=2, groups=1, d=2)
     for outer in (jax.jacfwd, jax.jacrev):
         actual = jax.jit(outer(jax.grad(loss(fn), argnums=(0, 1))))(*xs)
-        close(actual, outer(jax.grad(loss(reference), argnums=(0, 1)))(*xs))
+        assert_close(actual, outer(jax.grad(loss(reference), argnums=(0, 1)))(*xs))
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0, None), (0, None, 1, None), (None, None, 2, 0)])
@@ -101,7 +101,7 @@ def test_vmap(fn, axes):
     ]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
     gradient = jax.value_and_grad(loss(fn), argnums=(0, 1, 2, 3))
-    close(jax.jit(jax.vmap(gradient, in_axes=axes))(*xs), expected)
+    assert_close(jax.jit(jax.vmap(gradient, in_axes=axes))(*xs), expected)
 
 
 def test_vmap_of_a_batched_seed_uses_the_unbatched_batch_index(fn):
@@ -110,7 +110,7 @@ def test_vmap_of_a_batched_seed_uses_the_unbatched_batch_index(fn):
     run = functools.partial(fn, q, k, v, bias, dropout_prob=0.4)
     batched = jax.vmap(lambda seed: run(dropout_seed=seed))(seeds)
     for row, seed in zip(batched, (3, 4), strict=True):
-        close(row, reference(q, k, v, bias, dropout_prob=0.4, dropout_seed=seed))
+        assert_close(row, reference(q, k, v, bias, dropout_prob=0.4, dropout_seed=seed))
 
 
 def _count(jaxpr, name):
@@ -129,7 +129,7 @@ def test_checkpoint_saves_named_residuals_and_runs_forward_once(fn):
     names = (f"{OP}.out", f"{OP}.lse")
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     saved = jax.grad(jax.checkpoint(loss(fn), policy=policy), argnums=(0, 1, 2))
-    close(saved(*xs), jax.grad(loss(reference), argnums=(0, 1, 2))(*xs))
+    assert_close(saved(*xs), jax.grad(loss(reference), argnums=(0, 1, 2))(*xs))
 
     def forwards(gradient):
         return _count(jax.make_jaxpr(gradient)(*xs).jaxpr, "custom_jvp_call")
@@ -153,8 +153,8 @@ def test_traced_lengths_need_no_host(fn):
     q, k, v, _ = arrays(batch=(1,), t=11)
     cum = jnp.asarray([0, 4, 4, 9])
     run = jax.jit(lambda cum: fn(q, k, v, None, cum_seqlens_q=cum))
-    close(run(cum), reference(q, k, v, None, cum_seqlens_q=cum))
-    close(run(cum + 1), reference(q, k, v, None, cum_seqlens_q=cum + 1))
+    assert_close(run(cum), reference(q, k, v, None, cum_seqlens_q=cum))
+    assert_close(run(cum + 1), reference(q, k, v, None, cum_seqlens_q=cum + 1))
 
 
 def test_inside_jit_only_the_label_remains(fn):
