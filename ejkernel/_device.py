@@ -40,7 +40,7 @@ def _cpu_model() -> str:
 def describe(device: Any) -> Target:
     """The target that a JAX device stands for."""
     capability = getattr(device, "compute_capability", None)
-    kind: str = _KINDS.get(device.platform, device.platform)
+    kind = _KINDS.get(device.platform) or str(device.platform)
     return Target(
         kind=kind,
         model=_cpu_model() if kind == "cpu" else device.device_kind,

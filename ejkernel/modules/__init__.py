@@ -2,13 +2,17 @@
 
 from ejkernel.kernels._specs.attention import AttentionConfig
 from ejkernel.kernels._specs.flash_attention import FlashAttentionConfig
+from ejkernel.kernels._specs.merge_attention_states import MergeAttentionStatesConfig
 from ejkernel.modules.operations.attention import (
     Attention,
     attention,
     scaled_dot_product_attention,
 )
 from ejkernel.modules.operations.flash_attention import FlashAttention, flash_attention
-from ejkernel.modules.operations.merge_attention_states import merge_attention_states
+from ejkernel.modules.operations.merge_attention_states import (
+    MergeAttentionStates,
+    merge_attention_states,
+)
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache
 
 
@@ -22,6 +26,8 @@ __all__ = [
     "AttentionConfig",
     "FlashAttention",
     "FlashAttentionConfig",
+    "MergeAttentionStates",
+    "MergeAttentionStatesConfig",
     "attention",
     "create_default_executor",
     "flash_attention",

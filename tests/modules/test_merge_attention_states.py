@@ -136,11 +136,14 @@ def test_the_residuals_of_one_call_can_be_merged_under_vmap():
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        (((B, T, H, E), (B, H, T), (B, T + 1, H, E), (B, H, T)), ["one shape", "(2, 6, 4, 6)"]),
-        (((B, T, H, E), (B, H, T), (B, T, H, E), (B, H, T + 1)), ["one shape", "(2, 4, 6)"]),
+        (
+            ((B, T, H, E), (B, H, T), (B, T + 1, H, E), (B, H, T)),
+            ["`out_b`", "t=5", "(2, 6, 4, 6)"],
+        ),
+        (((B, T, H, E), (B, H, T), (B, T, H, E), (B, H, T + 1)), ["`lse_b`", "t=5", "(2, 4, 6)"]),
         (
             ((B, T, H, E), (B, T, H), (B, T, H, E), (B, T, H)),
-            ["`lse_a` must be (2, 4, 5)", "got (2, 5, 4)"],
+            ["`lse_a`", "[b, h, t]", "h=4", "t=5", "got (2, 5, 4)"],
         ),
     ],
 )

@@ -1,9 +1,11 @@
 """`merge_attention_states`: attention over a union of keys from its parts."""
 
-import jax.numpy as jnp
+from typing import Any
+
 from jaxtyping import Array, Float
 
-from ejkernel.kernels._xla._blocks import softmax
+from ejkernel.kernels import _op_kernel
+from ejkernel.kernels._specs.merge_attention_states import MergeAttentionStatesConfig
 
 
 def merge_attention_states(
@@ -11,32 +13,38 @@ def merge_attention_states(
     lse_a: Float[Array, "b h t"],
     out_b: Float[Array, "b t h e"],
     lse_b: Float[Array, "b h t"],
+    *,
+    platform: str = "auto",
+    cfg: MergeAttentionStatesConfig | None = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
 ) -> tuple[Float[Array, "b t h e"], Float[Array, "b h t"]]:
     """Merges attention over two sets of keys into attention over both.
 
     out = (exp(lse_a) * out_a + exp(lse_b) * out_b) / (exp(lse_a) + exp(lse_b))
 
-    Differentiable. A part that saw no key (lse -inf) changes nothing.
+    Differentiable. A part that saw no key (lse -inf) changes nothing, whatever its output holds.
+
+    Args:
+      out_a: Output of the first part.
+      lse_a: Log-sum-exp of its rows, float32.
+      out_b: Output of the second part.
+      lse_b: Log-sum-exp of its rows.
+      platform: As in `flash_attention`.
+      cfg: As in `flash_attention`; there is nothing to tune.
+      mesh: Devices to split batch, tokens and heads over, with `in_specs` and `out_specs`.
+      in_specs: PartitionSpecs of the arrays in order, or by name.
+      out_specs: PartitionSpecs of output and lse.
 
     Returns:
-      The output in the dtype of `out_a`, and its lse in float32.
+      The output in the dtype of `out_a`, and its lse.
     """
+    return _op_kernel.call(MergeAttentionStates, locals())
+
+
+class MergeAttentionStates(_op_kernel.OpKernel):
+    """`merge_attention_states` for an executor."""
+
     op = "merge_attention_states"
-    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
-        raise ValueError(
-            f"`{op}`: both parts must have one shape; got outputs {out_a.shape}, {out_b.shape} and "
-            f"lse {lse_a.shape}, {lse_b.shape}."
-        )
-    batch, t, heads, _ = out_a.shape
-    if lse_a.shape != (batch, heads, t):
-        raise ValueError(
-            f"`{op}`: `lse_a` must be {(batch, heads, t)} for `out_a` {out_a.shape}; "
-            f"got {lse_a.shape}."
-        )
-    wide = jnp.float64 if out_a.dtype == jnp.float64 else jnp.float32
-    parts = ((out_a, lse_a), (out_b, lse_b))
-    (first, lse_a), (second, lse_b) = (
-        (out.astype(wide).transpose(0, 2, 1, 3), lse.astype(wide)) for out, lse in parts
-    )
-    out, lse = softmax.merge(first, lse_a, second, lse_b)
-    return out.transpose(0, 2, 1, 3).astype(out_a.dtype), lse
+    function = merge_attention_states
