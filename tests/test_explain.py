@@ -15,7 +15,6 @@ from ejkernel.modules import (
     FlashAttention,
     attention,
     flash_attention,
-    merge_attention_states,
 )
 from ejkernel.ops import (
     ConfigSelectorChain,
@@ -301,7 +300,6 @@ def test_it_can_be_written_down():
     [
         ("nope", (Q, K, V), ValueError, "known are"),
         (3, (), ValueError, "no op 3"),
-        (merge_attention_states, (Q, Q, Q, Q), ValueError, "no operation by itself"),
         ("flash_attention", (Q, K), TypeError, "value"),
         ("flash_attention", (Q, V, K), ValueError, "`key`"),
         ("flash_attention", (shape(2, 3), K, V), ValueError, "4 axes"),
