@@ -168,7 +168,8 @@ class OpKernel(Kernel):
         self, inv: Invocation, implementation: Implementation, config: Any
     ) -> str | None:
         """Compares a candidate with the oracle on a reduced twin of the call."""
-        block = max(getattr(config, "block_q", 1), getattr(config, "block_k", 1), 16)
+        sizes = (getattr(config, name, 1) for name in ("block_q", "block_k", "block_m", "block_t"))
+        block = max(*sizes, 16)
         args = self.spec.reduced(inv.call, block)
         if args is None:
             return None
