@@ -161,7 +161,7 @@ class OpSpec:
         filled = {f.name: f.default for f in public_fields(self.args) if f.default is not _MISSING}
         filled |= dict(values)
         for name, convert in self.scalars.items():
-            if filled[name] is not None:
+            if filled.get(name) is not None:
                 filled[name] = convert(filled[name])
         return filled
 

@@ -46,6 +46,8 @@ def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer
             )
             return outputs, dict(zip(made.wanted, pull(cotangents), strict=True))
         outputs, residuals = entry.fn(args, cfg[0])
+        if not made.wanted:
+            return outputs, {}
         gradients = entry.backward(
             args, cfg[1], outputs, residuals, cotangents, frozenset(made.wanted)
         )

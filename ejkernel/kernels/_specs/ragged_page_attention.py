@@ -1,0 +1,177 @@
+"""`ragged_page_attention`: its arguments, their checks and canonical form, and its cases."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer, Shaped
+
+from ejkernel.kernels import _spec
+from ejkernel.kernels._specs import _common, page_attention
+from ejkernel.ops.core.types import FwdParams
+
+
+def _default_scale(scale: float | None, args: Any) -> bool:
+    return scale in (None, _common.canonical_scale("", None, args.queries.shape[-1]))
+
+
+@_spec.op_args
+class RaggedPageAttentionArgs(_spec.OpArgs):
+    """Arguments of `ragged_page_attention`; see the public function for their meaning."""
+
+    queries: Float[Array, "n h d"]
+    kv_pages: Shaped[Array, "p w g2 d"]
+    context_lens: Int[Array, "i"]
+    block_tables: Int[Array, "i m"]
+    query_start_loc: Int[Array, "i1"]
+    num_seqs: Integer[Array, "one"] = dataclasses.field(metadata={"ranks": (0,)})
+    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
+    sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
+        default=None, unset=page_attention.no_window
+    )
+    logits_soft_cap: float | None = _spec.static(default=None)
+    softmax_aux: Float[Array, "#h sinks"] | None = _spec.array(ranks=(1,))
+    alibi_slopes: Float[Array, "h"] | None = None
+    k_scale: Float[Array, "g"] | None = _spec.array(ranks=(0,))
+    v_scale: Float[Array, "g"] | None = _spec.array(ranks=(0,))
+    # only a hint: a kernel that does not split keys has nothing to honour
+    num_splits: int | None = _spec.static(default=None, unset=lambda value, args: True)
+    return_lse: bool = _spec.static(default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPageAttentionConfig:
+    """How to run `ragged_page_attention`; what is None is chosen by the library."""
+
+    fwd_params: FwdParams | None = None
+    platform: str | None = None
+    backend: str | None = None
+    bwd_params: None = None
+
+
+def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionArgs:
+    """Checks a call and brings it to the one form that kernels see."""
+    op = "ragged_page_attention"
+    queries, kv_pages = jnp.asarray(values["queries"]), jnp.asarray(values["kv_pages"])
+    integers = {
+        name: jnp.asarray(values[name], jnp.int32)
+        for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")
+    }
+    _, num_q_heads, head_dim = queries.shape
+    _, _, double, _ = kv_pages.shape
+    page_attention.check_caches(op, queries, kv_pages=kv_pages)
+    if double % 2:
+        raise ValueError(
+            f"`{op}`: `kv_pages` must have an even number of heads, keys and values in turn; got "
+            f"{double}."
+        )
+    count = integers["context_lens"].shape[0]
+    if integers["query_start_loc"].shape != (count + 1,):
+        raise ValueError(
+            f"`{op}`: `query_start_loc` must be [{count + 1}], one more than `context_lens`; got "
+            f"{integers['query_start_loc'].shape}."
+        )
+    if integers["num_seqs"].size != 1:
+        raise ValueError(
+            f"`{op}`: `num_seqs` must be one number; got {integers['num_seqs'].shape}."
+        )
+    integers["num_seqs"] = integers["num_seqs"].reshape(1)
+    return RaggedPageAttentionArgs(
+        queries=queries,
+        kv_pages=kv_pages,
+        **integers,
+        **page_attention.decode_options(op, values, num_q_heads, double // 2, head_dim),
+    )
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
+    names = ("context_lens", "query_start_loc", "num_seqs")
+    if any(isinstance(values[name], jax.core.Tracer) for name in names):
+        return
+    lens, starts, count = (np.asarray(values[name]) for name in names)
+    steps = np.diff(starts)[: int(count.reshape(()))]
+    if (steps < 0).any() or (steps > lens[: len(steps)]).any():
+        raise ValueError(
+            "`ragged_page_attention`: `query_start_loc` must not decrease, and a sequence must not "
+            f"have more queries than context; got {starts.tolist()} and {lens.tolist()}."
+        )
+
+
+def examples(args: RaggedPageAttentionArgs) -> dict[str, jax.Array]:
+    """Sequences of equal shares of the queries, over long contexts in shuffled pages."""
+    count, blocks = args.block_tables.shape
+    tokens, (pages, size) = args.queries.shape[0], args.kv_pages.shape[:2]
+    order = np.random.default_rng(0).permutation(max(count * blocks, 1))[: count * blocks]
+    starts = np.linspace(0, tokens, count + 1).astype(np.int32)
+    lens = np.maximum(np.linspace(blocks * size // 2, blocks * size, count), np.diff(starts))
+    return page_attention.example_caches(args, "kv_pages") | {
+        "context_lens": jnp.asarray(np.minimum(lens, blocks * size), jnp.int32),
+        "block_tables": jnp.asarray(order.reshape(count, blocks) % max(pages, 1), jnp.int32),
+        "query_start_loc": jnp.asarray(starts),
+        "num_seqs": jnp.asarray([count]),
+    }
+
+
+# (heads, kv heads, d, page size, blocks of a table)
+_SHAPES = {"small": (4, 2, 16, 4, 5), "odd": (3, 1, 8, 3, 6)}
+_STARTS = (0, 7, 8, 8, 17, 19, 99)  # prefill, decode, nothing, prefill, mixed; one that is no more
+
+
+def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
+    """Public arguments of one row of options; the last sequence and two tokens do not count."""
+    heads, groups, d, size, blocks = _SHAPES[row["shape"]]
+    count = len(_STARTS) - 1
+    tokens, pages = _STARTS[-2] + 2, count * blocks + 2
+    (queries, kv_pages), options = page_attention.cache_values(
+        row | {"groups": groups},
+        dtype,
+        key,
+        heads,
+        (tokens, heads, d),
+        (pages, size, 2 * groups, d),
+    )
+    tables = np.random.default_rng(1).permutation(pages)[: count * blocks].reshape(count, blocks)
+    tables[1, :2] = tables[0, :2]  # a shared prefix
+    return options | {
+        "queries": queries,
+        "kv_pages": kv_pages,
+        "context_lens": jnp.asarray([7, 11, 5, 14, 2 * size + 1, 9], jnp.int32),
+        "block_tables": jnp.asarray(tables, jnp.int32),
+        "query_start_loc": jnp.asarray(_STARTS, jnp.int32),
+        "num_seqs": count - 1,
+    }
+
+
+@functools.cache
+def cases() -> tuple[_spec.Case, ...]:
+    return page_attention.case_table(_values)
+
+
+def changes() -> dict[str, dict[str, Any]]:
+    return page_attention.decode_changes(_SHAPES["small"][0])
+
+
+def _count(value: Any) -> Any:
+    return np.asarray(value, np.int32) if isinstance(value, int) else value
+
+
+SPEC = _spec.OpSpec(
+    name="ragged_page_attention",
+    args=RaggedPageAttentionArgs,
+    canonicalize=canonicalize,
+    reference="ejkernel.kernels._reference.ragged_page_attention:ragged_page_attention",
+    differentiable=frozenset(),
+    outputs=page_attention.outputs,
+    output_axes={"out": ("n", "h", "d"), "lse": ("n", "h")},
+    cases=cases,
+    changes=changes,
+    examples=examples,
+    config=RaggedPageAttentionConfig,
+    scalars=page_attention.SCALARS | {"num_seqs": _count},
+    publish=page_attention.publish,
+    debug=check_values,
+)

@@ -1,0 +1,125 @@
+"""`update_paged_cache`: its arguments, their checks and canonical form, and its cases."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Shaped
+
+from ejkernel.kernels import _spec
+
+
+@_spec.op_args
+class UpdatePagedCacheArgs(_spec.OpArgs):
+    """Arguments of `update_paged_cache`; see the public function for their meaning."""
+
+    key_cache: Shaped[Array, "p g w d"]
+    value_cache: Shaped[Array, "p g w e"]
+    keys: Shaped[Array, "n g d"]
+    values: Shaped[Array, "n g e"]
+    slot_mapping: Int[Array, "n"]
+    # about buffers outside a jit: the public function acts on it, no kernel can
+    donate_cache: bool = _spec.static(default=False, unset=lambda value, args: True)
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePagedCacheConfig:
+    """How to run `update_paged_cache`; there is nothing to tune."""
+
+    platform: str | None = None
+    backend: str | None = None
+    fwd_params: None = None
+    bwd_params: None = None
+
+
+def canonicalize(values: dict[str, Any]) -> UpdatePagedCacheArgs:
+    """Checks a call and brings it to the one form that kernels see."""
+    op = "update_paged_cache"
+    arrays = {f.name: jnp.asarray(values[f.name]) for f in _spec.array_fields(UpdatePagedCacheArgs)}
+    for new, cache in (("keys", "key_cache"), ("values", "value_cache")):
+        if arrays[new].dtype != arrays[cache].dtype:
+            raise TypeError(
+                f"`{op}`: `{new}` must have the dtype of `{cache}`, {arrays[cache].dtype}; got "
+                f"{arrays[new].dtype}. Cast, or divide by the scale and round, before the call."
+            )
+    arrays["slot_mapping"] = arrays["slot_mapping"].astype(jnp.int32)
+    return UpdatePagedCacheArgs(**arrays)  # no kernel sees `donate_cache`
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Checks concrete slots, for `EJKERNEL_DEBUG`; traced ones pass."""
+    if isinstance(values["slot_mapping"], jax.core.Tracer):
+        return
+    slots = np.asarray(values["slot_mapping"])
+    room = values["key_cache"].shape[0] * values["key_cache"].shape[2]
+    used = slots[slots >= 0]
+    if (slots < -1).any() or (used >= room).any() or len(np.unique(used)) < len(used):
+        raise ValueError(
+            f"`update_paged_cache`: `slot_mapping` must hold different slots in [0, {room}), or "
+            f"-1; got {slots.tolist()}."
+        )
+
+
+def examples(args: UpdatePagedCacheArgs) -> dict[str, jax.Array]:
+    """Slots all over the cache; whole numbers for caches of integers."""
+    room = args.key_cache.shape[0] * args.key_cache.shape[2]
+    count = args.slot_mapping.shape[0]
+    slots = np.random.default_rng(0).permutation(room)[:count]
+    slots = np.concatenate([slots, np.full(count - len(slots), -1)])
+    made = {"slot_mapping": jnp.asarray(slots, jnp.int32)}
+    for index, (name, array) in enumerate(args.arrays().items()):
+        if name != "slot_mapping" and jnp.issubdtype(array.dtype, jnp.integer):
+            made[name] = jax.random.randint(jax.random.key(index), array.shape, -100, 100)
+    return made
+
+
+def _values(shape: tuple[int, ...], slots: list[int], dtype: Any, key: jax.Array) -> dict[str, Any]:
+    pages, groups, size, d, e = shape
+    keys = jax.random.split(key, 4)
+    shapes = {
+        "key_cache": (pages, groups, size, d),
+        "value_cache": (pages, groups, size, e),
+        "keys": (len(slots), groups, d),
+        "values": (len(slots), groups, e),
+    }
+    made = {
+        name: jax.random.normal(k, s, jnp.float32).astype(dtype)
+        for k, (name, s) in zip(keys, shapes.items(), strict=True)
+    }
+    return made | {"slot_mapping": jnp.asarray(slots, jnp.int32)}
+
+
+@functools.cache
+def cases() -> tuple[_spec.Case, ...]:
+    rows = {
+        "plain": ((3, 2, 4, 8, 8), [5, 0, 11, 3, 2]),
+        "cover00": ((4, 1, 3, 4, 6), [-1, 11, 4, -1, 0, 7]),
+        "skip_all": ((2, 2, 4, 8, 4), [-1, -1]),
+        "outside": ((2, 1, 4, 8, 8), [8, 3, 2**31 - 1, -7]),
+    }
+    tags = frozenset({"core", "full"})
+    return tuple(
+        _spec.Case(name, functools.partial(_values, *row), tags, grads=())
+        for name, row in rows.items()
+    )
+
+
+SPEC = _spec.OpSpec(
+    name="update_paged_cache",
+    args=UpdatePagedCacheArgs,
+    canonicalize=canonicalize,
+    reference="ejkernel.kernels._reference.update_paged_cache:update_paged_cache",
+    differentiable=frozenset(),
+    outputs=lambda args: ("key_cache", "value_cache"),
+    output_axes={"key_cache": ("p", "g", "w", "d"), "value_cache": ("p", "g", "w", "e")},
+    cases=cases,
+    # nothing to see in the numbers: whose memory the result takes
+    changes=lambda: {"donate_cache": {"donate_cache": True}},
+    examples=examples,
+    config=UpdatePagedCacheConfig,
+    debug=check_values,
+    shardable=frozenset({"g"}),
+)

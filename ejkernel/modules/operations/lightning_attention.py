@@ -1,0 +1,72 @@
+"""`lightning_attention`: linear attention with a constant decay for each head."""
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels import _op_kernel
+from ejkernel.kernels._specs.lightning_attention import LightningAttentionConfig
+from ejkernel.ops import BwdParams, FwdParams
+
+
+def lightning_attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b t g d"],
+    value: Float[Array, "b t g e"],
+    *,
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: float | None = None,
+    initial_state: Float[Array, "n h d e"] | None = None,
+    reverse: bool = False,
+    cu_seqlens: Int[Array, "n1"] | None = None,
+    return_state: bool = False,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    platform: str = "auto",
+    cfg: LightningAttentionConfig | None = None,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h e"] | tuple[Float[Array, "b t h e"], Float[Array, "n h d e"]]:
+    """Linear attention with a constant decay, in time and memory linear in the tokens.
+
+    g_gamma[h] = -(8 / heads) * (1 - layer_idx / num_layers) * h
+    h[t] = exp(g_gamma) * h[t-1] + outer(k[t], v[t]);  out[t] = h[t].T @ (scale * q[t])
+
+    Args:
+      query: Queries; their heads must be a multiple of the key heads.
+      key: Keys.
+      value: Values; their head size may differ.
+      layer_idx: This layer, from 0; decays weaken with depth.
+      num_layers: The layers of the model.
+      softmax_scale: Default: head size ** -0.5.
+      initial_state: The state before the first token, of each row or packed sequence.
+      reverse: Run from the last token to the first.
+      cu_seqlens: With batch 1, where packed sequences begin and end; tokens of none give 0.
+      return_state: Also return the last state, float32, differentiable.
+      fwd_params: `q_blocksize` is the tokens of a chunk forward; None lets the library choose.
+      bwd_params: The same backward.
+      platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
+      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
+      out_specs: PartitionSpec of the output, or of output and state.
+
+    Returns:
+      The output in the dtype of `query`, or output and state.
+
+    Raises:
+      UnsupportedError: If `platform` is given and cannot serve the call.
+    """
+    return _op_kernel.call(LightningAttention, locals())
+
+
+class LightningAttention(_op_kernel.OpKernel):
+    """`lightning_attention` for an executor: `executor(LightningAttention(), query, …)`."""
+
+    op = "lightning_attention"
+    function = lightning_attention
+
+
+lightning_attn = lightning_attention

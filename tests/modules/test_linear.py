@@ -1,0 +1,236 @@
+"""Edges of the linear recurrence and of its special forms."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels import kernel_registry
+from ejkernel.kernels._xla.linear_recurrence import config, fwd
+from ejkernel.modules.operations.gla import gla, gla_attention
+from ejkernel.modules.operations.lightning_attention import lightning_attention, lightning_attn
+from ejkernel.modules.operations.linear_recurrence import linear_recurrence
+
+
+def arrays(t, *, batch=1, heads=4, groups=2, d=8, e=6, strength=1.0, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 7)
+    shape = (batch, t, heads)
+    gates = [jax.nn.log_sigmoid(jax.random.normal(k, (*shape, 1))) for k in keys[3:6]]
+    return {
+        "query": jax.random.normal(keys[0], (*shape, d)),
+        "key": jax.random.normal(keys[1], (batch, t, groups, d)),
+        "value": jax.random.normal(keys[2], (batch, t, groups, e)),
+        "g": strength * gates[0][..., 0],
+        "gk": strength * gates[1] * jnp.linspace(0.1, 1.0, d),
+        "gv": strength * gates[2] * jnp.linspace(1.0, 0.1, e),
+        "initial_state": jax.random.normal(keys[6], (batch, heads, d, e)),
+    }
+
+
+def oracle(op="linear_recurrence", **values):
+    spec = kernel_registry.spec(op)
+    return spec.reference_fn()(spec.canonicalize(spec.complete(values)))
+
+
+def close(actual, expected, tol=1e-5):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        scale = max(float(np.abs(e).max(initial=0)), 1e-3)
+        np.testing.assert_allclose(a, e, rtol=tol, atol=tol * scale)
+
+
+@pytest.mark.parametrize("t", [0, 1, 131])
+def test_any_length(t):
+    values = arrays(t)
+    actual = linear_recurrence(**values, return_state=True)
+    close(actual, oracle(**values, return_state=True))
+
+
+def test_gradients_without_a_token_reach_the_state_alone():
+    values = arrays(0)
+
+    def run(values):
+        return linear_recurrence(**values, return_state=True)[1].sum()
+
+    grads = jax.grad(run)(values)
+    np.testing.assert_array_equal(grads["initial_state"], 1.0)
+    assert grads["query"].shape == values["query"].shape
+
+
+@pytest.mark.parametrize("gates", [("g",), ("gk",), ("gv",), ("g", "gk", "gv")])
+def test_strong_gates_are_exact_and_so_are_weak_ones_after_them(gates):
+    t = 64  # one chunk
+    values = arrays(t, strength=0.01)
+    for name in gates:
+        strong = (jnp.arange(t) < 40).reshape(1, t, *(1,) * (values[name].ndim - 2))
+        values[name] = jnp.where(strong, -20.0, values[name])
+    values = {n: x for n, x in values.items() if n in gates or n not in ("g", "gk", "gv")}
+    for x in jax.tree.leaves(values):
+        assert np.isfinite(x).all()
+
+    def loss(run, values):
+        out, state = run(**values, return_state=True)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return (out * weights).sum() + jnp.sin(state).sum()
+
+    actual = jax.jit(jax.value_and_grad(functools.partial(loss, linear_recurrence)))(values)
+    close(actual, jax.value_and_grad(functools.partial(loss, oracle))(values), 2e-5)
+    # strong gates have small gradients, which must not drown in those of weak ones
+    grads, expected = actual[1], jax.grad(functools.partial(loss, oracle))(values)
+    for name in gates:
+        close(grads[name][:, 1:40], expected[name][:, 1:40], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["g", "gk", "gv"])
+def test_a_gate_of_minus_infinity_forgets(name):
+    values = arrays(20)
+    values[name] = values[name].at[:, 7].set(-jnp.inf)
+    actual = linear_recurrence(**values)
+    assert np.isfinite(actual).all()
+    rest = {n: x if n == "initial_state" else x[:, 7:] for n, x in values.items()}
+    del rest["initial_state"]
+    rest[name] = rest[name].at[:, 0].set(0.0)
+    close(actual[:, 7:], linear_recurrence(**rest))
+    grads = jax.grad(lambda v: linear_recurrence(**v).sum())(values)
+    assert all(np.isfinite(x).all() for x in grads.values())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_states_join_the_pieces_of_a_sequence(reverse):
+    values = arrays(90, batch=2)
+    state = values.pop("initial_state")
+    whole, last = linear_recurrence(
+        **values, initial_state=state, reverse=reverse, return_state=True
+    )
+    pieces = [slice(0, 37), slice(37, 38), slice(38, 90)]
+    found = {}
+    for piece in reversed(pieces) if reverse else pieces:
+        part = {n: x[:, piece] for n, x in values.items()}
+        found[piece.start], state = linear_recurrence(
+            **part, initial_state=state, reverse=reverse, return_state=True
+        )
+    close((jnp.concatenate([found[p.start] for p in pieces], 1), state), (whole, last))
+
+
+@pytest.mark.parametrize(("block_t", "part", "at_once"), [(1, 1, 1), (16, 2, 3)])
+def test_chunks_of_any_size_agree(block_t, part, at_once):
+    spec = kernel_registry.spec("linear_recurrence")
+    args = spec.canonicalize(spec.complete(arrays(41) | {"return_state": True}))
+    cfg = config.Config(block_t=block_t, block_part=part, block_n=at_once)
+    close(fwd.forward(args, cfg)[0], spec.reference_fn()(args))
+
+
+def test_key_heads_serve_groups_of_query_heads():
+    values = arrays(30)
+    repeated = values | {n: jnp.repeat(values[n], 2, axis=2) for n in ("key", "value")}
+    close(linear_recurrence(**values), linear_recurrence(**repeated))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_sequences_are_independent(reverse):
+    values = arrays(100)
+    ends = [0, 0, 1, 66, 66, 91, 91]  # empty ones at every place, nine tokens of none
+    state = jax.random.normal(jax.random.key(9), (len(ends) - 1, 4, 8, 6))
+    values["key"] = values["key"].at[:, 95].set(jnp.nan)  # of no sequence
+    values["initial_state"] = state
+
+    @jax.jit
+    def run(values, ends):
+        return linear_recurrence(**values, cu_seqlens=ends, reverse=reverse, return_state=True)
+
+    out, last = run(values, jnp.asarray(ends))
+    assert (out[:, 91:] == 0).all()
+    np.testing.assert_array_equal(last[0], state[0])
+    for n, (start, end) in enumerate(itertools.pairwise(ends)):
+        alone = {m: x[:, start:end] for m, x in values.items() if m != "initial_state"}
+        alone = linear_recurrence(
+            **alone, initial_state=state[n : n + 1], reverse=reverse, return_state=True
+        )
+        close((out[:, start:end], last[n : n + 1]), alone)
+    weights = jnp.sin(jnp.arange(state.size, dtype=jnp.float32)).reshape(state.shape)
+    grads = jax.grad(lambda v: (run(v, jnp.asarray(ends))[1] * weights).sum())(values)
+    np.testing.assert_array_equal(grads["initial_state"][0], weights[0])
+    assert all(np.isfinite(x).all() for x in grads.values())
+    assert (grads["value"][:, 91:] == 0).all()
+
+
+def test_packed_rows_without_tokens_or_sequences():
+    values = arrays(0)
+    state = jnp.ones((2, 4, 8, 6))
+    values["initial_state"] = state
+    out, last = linear_recurrence(**values, cu_seqlens=jnp.asarray([0, 0, 0]), return_state=True)
+    assert out.shape == (1, 0, 4, 6)
+    np.testing.assert_array_equal(last, state)
+    values = arrays(5) | {"initial_state": None}
+    out, last = linear_recurrence(**values, cu_seqlens=jnp.asarray([0]), return_state=True)
+    assert last.shape == (0, 4, 8, 6)
+    assert (out == 0).all()
+
+
+def test_special_forms_are_the_general_one():
+    values = arrays(33)
+    gk = values["gk"]
+    qkv = [values[n] for n in ("query", "key", "value")]
+    gamma = jnp.linspace(-0.4, 0.0, 4)
+    close(gla(*qkv, gk, gamma), linear_recurrence(*qkv, gk=gk, g_gamma=gamma))
+    decays = -(8 / 4) * (1 - 2 / 5) * jnp.arange(4.0)
+    close(
+        lightning_attention(*qkv, layer_idx=2, num_layers=5),
+        linear_recurrence(*qkv, g_gamma=decays),
+    )
+    assert gla_attention is gla
+    assert lightning_attn is lightning_attention
+
+
+def test_transforms():
+    values = arrays(9, batch=2)
+
+    def run(values):
+        return linear_recurrence(**values)
+
+    stacked = {n: jnp.stack([x, 0.5 * x]) for n, x in values.items()}
+    expected = jnp.stack([run(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(2)])
+    close(jax.vmap(run)(stacked), expected)
+    plain = lambda values: oracle(**values)[0]
+    tangents = arrays(9, batch=2, seed=1)
+    close(jax.jvp(run, (values,), (tangents,)), jax.jvp(plain, (values,), (tangents,)))
+    inner = [jax.grad(lambda q, f=f: (f(values | {"query": q}) ** 2).sum()) for f in (run, plain)]
+    q = values["query"]
+    close(*(jax.jvp(f, (q,), (tangents["query"],)) for f in inner), 1e-4)
+
+
+def test_batch_and_heads_split_over_devices():
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec("x", None, "y", None)
+    states = jax.sharding.PartitionSpec("x", "y", None, None)
+    values = arrays(9, batch=2)
+    options = {"mesh": mesh, "in_specs": (spec,) * 3, "return_state": True}
+    actual = linear_recurrence(**values, **options, out_specs=(spec, states))
+    close(actual, linear_recurrence(**values, return_state=True))
+    qkv = {n: values[n] for n in ("query", "key", "value")} | {"layer_idx": 0, "num_layers": 3}
+    actual = lightning_attention(**qkv, **options, out_specs=(spec, states))
+    close(actual, lightning_attention(**qkv, return_state=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": np.asarray([0, 4])}, "batch of 1"),
+        ({"initial_state": np.zeros((3, 4, 8, 6), np.float32)}, "2 rows of the batch"),
+        ({"gk": np.zeros((2, 9, 2, 8), np.float32)}, "gk"),
+        ({"key": np.zeros((2, 9, 3, 8), np.float32)}, "value|multiple"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    with pytest.raises(ValueError, match=message):
+        linear_recurrence(**(arrays(9, batch=2) | change))
+
+
+def test_layers_are_counted_from_zero():
+    q, k, v = (arrays(3)[n] for n in ("query", "key", "value"))
+    with pytest.raises(ValueError, match="layer_idx"):
+        lightning_attention(q, k, v, layer_idx=4, num_layers=4)
