@@ -42,7 +42,7 @@ def loss(fn):
     return of
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5)
 
@@ -50,9 +50,9 @@ def close(actual, expected):
 def test_values_and_gradients():
     xs = operands()
     ours = functools.partial(grouped_matmul, group_sizes=SIZES)
-    close(ours(*xs), naive(*xs))
+    assert_close(ours(*xs), naive(*xs))
     expected = jax.grad(loss(naive), argnums=(0, 1))(*xs)
-    close(jax.grad(loss(ours), argnums=(0, 1))(*xs), expected)
+    assert_close(jax.grad(loss(ours), argnums=(0, 1))(*xs), expected)
     assert not expected[1][1].any()
 
 
@@ -63,12 +63,12 @@ def test_forward_mode_and_second_order():
         jax.jit(jax.jvp, static_argnums=0)(jax.grad(loss(fn), argnums=(0, 1)), xs, directions)
         for fn in (ours, naive)
     )
-    close(actual, expected)
+    assert_close(actual, expected)
 
     def twice(fn):
         return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(loss(fn), argnums=1)(x, xs[1]) ** 2)))
 
-    close(twice(ours)(xs[0]) / 1e3, twice(naive)(xs[0]) / 1e3)
+    assert_close(twice(ours)(xs[0]) / 1e3, twice(naive)(xs[0]) / 1e3)
 
 
 def test_traced_sizes_compile_once():
@@ -76,7 +76,7 @@ def test_traced_sizes_compile_once():
     for sizes in ([4, 0, 5], [0, 0, 0], [0, 11, 0], [1, 1, 1]):
         cuts = np.cumsum([0, *sizes])
         bounds = [slice(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]  # noqa: RUF007
-        close(run(*xs, jnp.asarray(sizes, jnp.int32)), naive(*xs, bounds))
+        assert_close(run(*xs, jnp.asarray(sizes, jnp.int32)), naive(*xs, bounds))
     assert run._cache_size() == 1
 
 
@@ -86,7 +86,7 @@ def test_vmap_over_rows_and_sizes():
     gradient = jax.grad(loss(grouped_matmul), argnums=(0, 1))
     actual = jax.jit(jax.vmap(gradient, in_axes=(0, None, 0)))(lhs, rhs, sizes)
     expected = [gradient(lhs[i], rhs, sizes[i]) for i in range(2)]
-    close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+    assert_close(actual, jax.tree.map(lambda *x: jnp.stack(x), *expected))
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
@@ -99,13 +99,13 @@ def test_nan_after_the_last_group_reaches_nothing(transpose_rhs):
         return grouped_matmul(lhs, rhs, SIZES, transpose_rhs=transpose_rhs)
 
     out, pull = jax.vjp(ours, spoiled, matrices)
-    close(out, naive(lhs, rhs))
+    assert_close(out, naive(lhs, rhs))
     dout = normal(5, (M, N))
     _, clean = jax.vjp(ours, lhs, matrices)
-    close(pull(dout.at[9:].set(jnp.nan)), clean(dout))
+    assert_close(pull(dout.at[9:].set(jnp.nan)), clean(dout))
     assert not pull(dout)[0][9:].any()
     moved = jax.jvp(ours, (spoiled, matrices), (spoiled, matrices))[1]
-    close(moved, jax.jvp(ours, (lhs, matrices), (lhs, matrices))[1])
+    assert_close(moved, jax.jvp(ours, (lhs, matrices), (lhs, matrices))[1])
 
 
 def test_nan_stays_in_its_group():
@@ -122,29 +122,29 @@ def test_shards_of_the_groups_sum_to_the_whole():
     lhs, rhs = operands()
     whole = grouped_matmul(lhs, rhs, SIZES)
     parts = [grouped_matmul(lhs, rhs[i : i + 1], SIZES, group_offset=i) for i in range(G)]
-    close(sum(parts), whole)
+    assert_close(sum(parts), whole)
     chained = None
     for i in range(G):
         chained = grouped_matmul(lhs, rhs[i : i + 1], SIZES, group_offset=i, existing_out=chained)
-    close(chained, whole)
+    assert_close(chained, whole)
     # [1], as Megablox takes it, and traced
     traced = jax.jit(lambda i: grouped_matmul(lhs, rhs[2:], SIZES, group_offset=i))
-    close(traced(jnp.asarray([2])), parts[2])
+    assert_close(traced(jnp.asarray([2])), parts[2])
 
 
 def test_existing_out_gets_the_gradient_of_rows_that_are_not_computed():
     lhs, rhs = operands()
     existing = normal(6, (M, N))
     out, pull = jax.vjp(lambda e: grouped_matmul(lhs, rhs, SIZES, existing_out=e), existing)
-    close(out[9:], existing[9:])
+    assert_close(out[9:], existing[9:])
     dout = normal(7, (M, N))
-    close(pull(dout)[0], dout.at[:9].set(0))
+    assert_close(pull(dout)[0], dout.at[:9].set(0))
 
 
 def test_too_large_and_negative_sizes_touch_no_other_rows():
     lhs, rhs = operands()
     out = grouped_matmul(lhs, rhs, jnp.asarray([4, -3, 100]))
-    close(out, naive(lhs, rhs, (slice(0, 4), slice(4, 4), slice(4, M))))
+    assert_close(out, naive(lhs, rhs, (slice(0, 4), slice(4, 4), slice(4, M))))
     with _settings.override(debug=True), pytest.raises(ValueError, match="sum to at most"):
         grouped_matmul(lhs, rhs, jnp.asarray([4, 0, 100]))
 
@@ -162,18 +162,18 @@ def test_empty_axes(m, k, n, g):
     xs = normal(1, (m, k)), normal(2, (g, k, n)), existing
     out, pull = jax.vjp(ours, *xs)
     done = int(sizes.sum())
-    close(out, existing.at[:done].set(0))
-    close(pull(jnp.ones_like(out))[2], jnp.ones_like(out).at[:done].set(0))
+    assert_close(out, existing.at[:done].set(0))
+    assert_close(pull(jnp.ones_like(out))[2], jnp.ones_like(out).at[:done].set(0))
 
 
 def test_batched_form():
     lhs, rhs = normal(1, (2, 3, 5, K)), normal(2, (2, 3, K, N))
     expected = jnp.matmul(lhs, rhs, precision="highest")
-    close(grouped_matmul(lhs, rhs), expected)
-    close(grouped_matmul(lhs, rhs.swapaxes(2, 3), transpose_rhs=True), expected)
+    assert_close(grouped_matmul(lhs, rhs), expected)
+    assert_close(grouped_matmul(lhs, rhs.swapaxes(2, 3), transpose_rhs=True), expected)
     gradient = jax.grad(loss(grouped_matmul), argnums=(0, 1))(lhs, rhs)
     wanted = jax.grad(loss(functools.partial(jnp.matmul, precision="highest")), argnums=(0, 1))
-    close(gradient, wanted(lhs, rhs))
+    assert_close(gradient, wanted(lhs, rhs))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.dtype("float32")])
@@ -182,7 +182,7 @@ def test_preferred_element_type_in_any_spelling(dtype):
     assert grouped_matmul(lhs, rhs, SIZES).dtype == jnp.bfloat16
     out = grouped_matmul(lhs, rhs, SIZES, preferred_element_type=dtype)
     assert out.dtype == jnp.float32
-    close(out, naive(lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
+    assert_close(out, naive(lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
 
 
 def test_columns_split_over_devices():
@@ -200,7 +200,7 @@ def test_columns_split_over_devices():
         )
 
     expected = jax.value_and_grad(loss(naive), argnums=(0, 1))(lhs, rhs)
-    close(jax.jit(jax.value_and_grad(loss(ours), argnums=(0, 1)))(lhs, rhs), expected)
+    assert_close(jax.jit(jax.value_and_grad(loss(ours), argnums=(0, 1)))(lhs, rhs), expected)
     with pytest.raises(ValueError, match="group_offset"):
         grouped_matmul(
             lhs,
@@ -266,5 +266,5 @@ def test_the_twin_of_a_call_is_a_small_call(name):
 def test_registered_as_a_keyword_function():
     lhs, rhs = operands()
     run = kernel_registry.get("grouped_matmul", "xla")
-    close(run(lhs=lhs, rhs=rhs, group_sizes=SIZES), naive(lhs, rhs))
+    assert_close(run(lhs=lhs, rhs=rhs, group_sizes=SIZES), naive(lhs, rhs))
     assert not [p for p in kernel_registry.validate_signatures() if "grouped_matmul" in p]

@@ -35,7 +35,7 @@ def loss(fn):
     return of
 
 
-def close(actual, expected):
+def assert_close(actual, expected):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
 
@@ -61,8 +61,8 @@ def test_values_and_derivatives(name):
         # value, gradient, and the derivatives of both along a direction
         return jax.jvp(lambda x: (fn(x), jax.grad(loss(fn))(x)), (x,), (direction,))
 
-    close(ours(x), wanted(x))
-    close(
+    assert_close(ours(x), wanted(x))
+    assert_close(
         jax.jit(everything, static_argnums=0)(ours), jax.jit(everything, static_argnums=0)(wanted)
     )
 
@@ -75,8 +75,8 @@ def test_shapes():
     both = mean_pooling(x, cu_seqlens=CUTS, chunk_size=2)
     assert both.shape == (11 // 2 + 3, 3)
     # two chunks of three tokens, none, three of five, and zeros
-    close(both[1], x[0, 3])
-    close(both[4], x[0, 8])
+    assert_close(both[1], x[0, 3])
+    assert_close(both[4], x[0, 8])
     assert both[:5].any(axis=1).all()
     assert not both[5:].any()
     assert mean_pooling(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
@@ -89,9 +89,9 @@ def test_nan_in_tokens_that_do_not_count_reaches_nothing(name):
     counted = options.get("mask", inside[None])
     spoiled = jnp.where(counted[..., None], x, jnp.nan)
     ours = functools.partial(mean_pooling, **options)
-    close(ours(spoiled), ours(x))
+    assert_close(ours(spoiled), ours(x))
     gradient = jax.grad(loss(ours))(spoiled)
-    close(gradient, jax.grad(loss(ours))(x))
+    assert_close(gradient, jax.grad(loss(ours))(x))
     assert not jnp.where(counted[..., None], 0, gradient).any()
 
 
@@ -108,7 +108,7 @@ def test_the_scan_of_other_devices_agrees_with_the_scatter(chunk_size):
     values = SPEC.complete({"inputs": x, "cu_seqlens": CUTS, "chunk_size": chunk_size})
     made = rows.make(SPEC.canonicalize(values))
     tokens = jnp.where(made.inside[:, None], x[0], 0)
-    close(jax.jit(fwd._scan)(tokens, made), fwd._scatter(tokens, made))
+    assert_close(jax.jit(fwd._scan)(tokens, made), fwd._scatter(tokens, made))
 
 
 def test_traced_lengths_and_vmap():
@@ -121,7 +121,7 @@ def test_traced_lengths_and_vmap():
     for i in range(3):
         wanted = functools.partial(reference, cu_seqlens=cuts[i], chunk_size=3)
         expected = jax.jit(jax.value_and_grad(loss(wanted)))(x[i])
-        close(jax.tree.map(lambda a, i=i: a[i], actual), expected)
+        assert_close(jax.tree.map(lambda a, i=i: a[i], actual), expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0), (1, 0, 2, 3)])
@@ -151,7 +151,7 @@ def test_no_sequences_and_no_tokens():
 def test_an_integer_mask_counts_what_is_not_zero():
     x = normal(1, (2, 4, 3))
     mask = jnp.asarray([[2, 0, -1, 0], [0, 0, 0, 0]])
-    close(mean_pooling(x, mask), mean_pooling(x, mask != 0))
+    assert_close(mean_pooling(x, mask), mean_pooling(x, mask != 0))
     assert not mean_pooling(x, mask)[1].any()
 
 
@@ -171,7 +171,7 @@ def test_batch_and_features_split_over_devices():
         )
 
     expected = jax.value_and_grad(loss(functools.partial(reference, mask=mask, chunk_size=2)))(x)
-    close(jax.jit(jax.value_and_grad(loss(ours)))(x), expected)
+    assert_close(jax.jit(jax.value_and_grad(loss(ours)))(x), expected)
 
 
 @pytest.mark.parametrize(

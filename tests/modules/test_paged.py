@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.errors import EjkernelWarning, UnsupportedError
+from ejkernel.modules import UpdatePagedCache, create_default_executor
 from ejkernel.modules.operations.flash_attention import flash_attention
 from ejkernel.modules.operations.page_attention import PageAttention, page_attention
 from ejkernel.modules.operations.ragged_decode_attention import (
@@ -432,3 +433,12 @@ def test_layouts_of_pages():
         pages_to_interleaved(kc, vc[:2])
     with pytest.raises(ValueError, match="2 \\* g"):
         pages_from_interleaved(both[:, :, :3])
+
+
+def test_an_executor_refuses_to_donate():
+    cache = jnp.zeros((2, 1, 4, 8))
+    new = jnp.ones((1, 1, 8))
+    with pytest.raises(ValueError, match="donate_cache"):
+        create_default_executor()(
+            UpdatePagedCache(), cache, cache, new, new, jnp.asarray([1]), donate_cache=True
+        )

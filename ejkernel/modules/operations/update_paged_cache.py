@@ -84,6 +84,15 @@ class UpdatePagedCache(_op_kernel.OpKernel):
     op = "update_paged_cache"
     function = update_paged_cache
 
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
+        call = super().bind(args, kwargs, cfg)
+        if call["donate_cache"]:
+            raise ValueError(
+                "`update_paged_cache`: an executor does not give arrays away; pass "
+                "`donate_cache=True` to the function, or donate in a jit of your own."
+            )
+        return call
+
 
 def pages_to_interleaved(
     key_cache: Shaped[Array, "p g w d"], value_cache: Shaped[Array, "p g w d"]
