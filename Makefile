@@ -39,7 +39,8 @@ smoke: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' $(SMOKE)
 
 bench: $(VENV)/.core
-	$(BIN)/python benchmarks/cpu_attention.py
+	@for f in benchmarks/cpu_*.py; do echo "$$f"; $(BIN)/python $$f $(BENCH) || failed="$$failed $$f"; done; \
+	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
 
 matrix: $(VENV)/.core
 	$(BIN)/python -m ejkernel.kernels._support --write

@@ -3,23 +3,16 @@
 Correctness first: nothing is timed before both agree. Results go to benchmarks/results/.
 """
 
-import argparse
-import datetime as dt
-import json
-import pathlib
-import platform
 import sys
 
+import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-import ejkernel
 from ejkernel.modules import flash_attention
-from ejkernel.ops import device_fingerprint, policy_override
+from ejkernel.ops import policy_override
 from ejkernel.ops.execution.benchmark import measure
 
-_RESULTS = pathlib.Path(__file__).parent / "results"
 # (tokens, causal, mode) -> the least ratio peer / ours that we promise
 _BARS = {
     (128, True, "fwd"): 0.8,
@@ -51,13 +44,8 @@ def peer(causal):
 
 def program(fn, mode):
     if mode == "fwd":
-        return jax.jit(lambda q, k, v, dout: fn(q, k, v))
-
-    def both(q, k, v, dout):
-        out, pull = jax.vjp(fn, q, k, v)
-        return out, pull(dout)
-
-    return jax.jit(both)
+        return lambda q, k, v, dout: fn(q, k, v)
+    return common.with_gradient(fn, 3)
 
 
 def arrays(tokens):
@@ -65,30 +53,17 @@ def arrays(tokens):
     return [jax.random.normal(key, (1, tokens, 8, 64)) for key in keys]
 
 
-def agree(actual, expected):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=2e-5 * float(jnp.abs(e).max()))
-
-
 def time_pair(tokens, causal, mode, rounds):
-    """Medians of interleaved rounds, so that a slow moment of the machine hits both."""
-    xs = arrays(tokens)
-    programs = {"ours": program(ours(causal), mode), "peer": program(peer(causal), mode)}
-    agree(programs["ours"](*xs), programs["peer"](*xs))
-    times = {name: [] for name in programs}
+    fns = (program(fn(causal), mode) for fn in (ours, peer))
     iterations = max(3, min(50, int(2e5 / tokens**1.6)))
-    for _ in range(rounds):
-        for name, run in programs.items():
-            run_it = lambda run=run: run(*xs)
-            times[name].append(measure(run_it, num_iters=iterations, budget_s=4.0).median)
-    return {name: float(np.median(values)) for name, values in times.items()}
+    return common.time_pair(*fns, arrays(tokens), rounds, iterations)
 
 
 def memory(tokens):
     """Temporary bytes of forward + backward that XLA reports, without running it."""
     xs = [jax.ShapeDtypeStruct((1, tokens, 8, 64), jnp.float32)] * 4
     return {
-        name: program(fn(True), "fwd+bwd").lower(*xs).compile().memory_analysis().temp_size_in_bytes
+        name: common.temporaries(program(fn(True), "fwd+bwd"), *xs)
         for name, fn in (("ours", ours), ("peer", peer))
     }
 
@@ -110,10 +85,7 @@ def eager_overhead():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
-    options = parser.parse_args()
+    options = common.options(__doc__)
     rows, failed = [], []
     print("{:>7} {:>7} {:>8} {:>9} {:>9} {:>6} {:>5}".format(*_COLUMNS))
     for (tokens, causal, mode), bar in _BARS.items():
@@ -134,18 +106,13 @@ def main():
     print(f"eager call over the jitted call: {eager:.1f} us (bar {_EAGER_BAR_US:.0f})")
     failed += ["eager"] if eager > _EAGER_BAR_US else []
     if options.save:
-        _RESULTS.mkdir(exist_ok=True)
-        document = {
-            "date": dt.date.today().isoformat(),
-            "device": device_fingerprint(),
-            "machine": platform.processor() or platform.machine(),
-            "versions": {"jax": jax.__version__, "ejkernel": ejkernel.__version__},
-            "shape": "batch 1, 8 heads, d=64, float32; milliseconds",
-            "rows": rows,
-            "temporary_bytes": used,
-            "eager_overhead_us": eager,
-        }
-        (_RESULTS / "cpu_attention.json").write_text(json.dumps(document, indent=1) + "\n")
+        common.save(
+            "cpu_attention",
+            "batch 1, 8 heads, d=64, float32; milliseconds",
+            rows=rows,
+            temporary_bytes=used,
+            eager_overhead_us=eager,
+        )
     if failed:
         print("below the bar: " + ", ".join(failed))
     return 1 if failed else 0

@@ -22,3 +22,7 @@ class SelectionError(RuntimeError):
 
 class EjkernelWarning(UserWarning):
     """Something worth knowing that does not stop the call."""
+
+
+class CompilationError(RuntimeError):
+    """A device kernel does not compile; the message names kernel, configuration and target."""

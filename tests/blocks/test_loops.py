@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.ops.core import autodiff
+from ejkernel.xla_utils import manual
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -174,7 +174,7 @@ def test_vary_like_lets_a_loop_start_inside_shard_map():
 
     def body(x):
         zeros, kept = loops.vary_like((jnp.zeros(4), x[0]), x)
-        assert autodiff.varying_axes(zeros) == autodiff.varying_axes(kept) == {"x"}
+        assert manual.varying_axes(zeros) == manual.varying_axes(kept) == {"x"}
         return loops.fori(0, 2, lambda i, state: state + jnp.take(x, i, axis=0), zeros)[None]
 
     summed = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(x)

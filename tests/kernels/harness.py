@@ -1,10 +1,12 @@
 """Oracles, cached for all entries, and runs of entries to compare with them."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._oracle import Answer, Problem
@@ -67,7 +69,22 @@ def assert_close_to_oracle(actual: Answer, made: Problem) -> None:
     assert reason is None, reason
 
 
-def matrix(tag: str) -> list[Any]:
+def interpreted(entry: Any) -> bool:
+    """Whether an entry runs here in an interpreter, which is slow."""
+    here = ("any", jax.default_backend())
+    return entry.backend not in here and entry.platform in ("triton", "pallas")
+
+
+def marks(entry: Any, quick: bool = True) -> list[Any]:
+    """The device that an entry needs; what is not quick is left out where it is interpreted."""
+    if entry.backend in ("any", jax.default_backend()):
+        return []
+    if interpreted(entry):
+        return [] if quick else [pytest.mark.slow]
+    return [getattr(pytest.mark, str(entry.backend))]
+
+
+def matrix(tag: str) -> list[tuple[str, str, str]]:
     """(op, entry name, case name) for every entry and every case with a tag."""
     return [
         (entry.op, entry.name, case.name)
@@ -76,6 +93,11 @@ def matrix(tag: str) -> list[Any]:
         for case in kernel_registry.spec(op).cases()
         if tag in case.tags
     ]
+
+
+def marked(rows: Sequence[tuple[str, ...]], quick: bool = True) -> list[Any]:
+    """Rows that begin with op and entry name, as parameters of a test."""
+    return [pytest.param(*row, marks=marks(find_entry(*row[:2]), quick)) for row in rows]
 
 
 def find_entry(op: str, name: str) -> Any:

@@ -10,7 +10,10 @@ from tests.kernels import harness
 
 OP = "flash_attention"
 SPEC = kernel_registry.spec(OP)
-ENTRIES = [entry.name for entry in kernel_registry.list(OP)]
+ENTRIES = [
+    pytest.param(entry.name, marks=harness.marks(entry, quick=False))
+    for entry in kernel_registry.list(OP)
+]
 pytestmark = pytest.mark.parametrize("entry_name", ENTRIES)
 
 

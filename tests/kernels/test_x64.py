@@ -16,7 +16,7 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("op", "entry_name"), ENTRIES)
+@pytest.mark.parametrize(("op", "entry_name"), harness.marked(ENTRIES))
 def test_under_x64(op, entry_name, dtype):
     entry, spec = harness.find_entry(op, entry_name), kernel_registry.spec(op)
     with jax.enable_x64(True):

@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.core.types import AbstractArgs
+from ejkernel.xla_utils.manual import type_like, vary_alike
 
 _FLOAT0 = jax.dtypes.float0
 Arrays = Sequence[jax.Array]
@@ -48,20 +49,6 @@ class LinearMap:
             )(tuple(residuals), tuple(tangents))
 
         return LinearMap(*map(over, (self.fun, self.twin, self.transposed, self.transposed_twin)))
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """The manual mesh axes over which an array differs from device to device."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def vary_alike(arrays: Arrays) -> list[jax.Array]:
-    """Casts arrays to one common set of manual axes, so that their gradients are summed."""
-    axes = frozenset().union(*map(varying_axes, arrays))
-    missing = [tuple(sorted(axes - varying_axes(x))) for x in arrays]
-    return [
-        jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)
-    ]
 
 
 def _run(*operands, linear, num_residuals, out_avals):
@@ -144,10 +131,7 @@ def _batch(operands, dims, *, linear, num_residuals, out_avals):
         for x, d in zip(operands[num_residuals:], dims[num_residuals:], strict=True)
     ]
     batched = linear.batched(tuple(dims[:num_residuals]))
-    avals = [
-        jax.core.ShapedArray((size, *a.shape), a.dtype, manual_axis_type=a.manual_axis_type)
-        for a in out_avals
-    ]
+    avals = [type_like(a, (size, *a.shape), a.dtype) for a in out_avals]
     outs = linear_map(batched, residuals, inputs, avals)
     return outs, [0] * len(outs)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.core import autodiff
+from ejkernel.xla_utils import manual
 
 
 def fori(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
@@ -33,10 +33,10 @@ def scan(count: int, body: Callable[[Any, Any], Any], state: Any) -> tuple[Any, 
 
 def vary_like(state: Any, like: jax.Array) -> Any:
     """A loop's first state with the manual mesh axes of `like`, as `shard_map` wants it."""
-    axes = autodiff.varying_axes(like)
+    axes = manual.varying_axes(like)
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - autodiff.varying_axes(x)))
+        missing = tuple(sorted(axes - manual.varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, state) if axes else state

@@ -1,0 +1,140 @@
+"""Triton kernels on the CPU, in Triton's interpreter.
+
+The interpreter runs functions whose helpers are interpreted too, so each kernel gets a twin: a copy
+whose globals hold the twins of every `@triton.jit` helper. Compiled and interpreted kernels then
+live in one process. The interpreter patches `triton.language` while it runs: one lock for all.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ejkernel.callib._triton_compile import LOCK, pointer_type
+
+
+@functools.lru_cache(maxsize=1024)
+def _twin(kernel: Any) -> Any:
+    """An interpreted copy of a `@triton.jit` function and, through its globals, of its helpers."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    original = kernel.fn
+    names = _names(original.__code__)
+    scope = {
+        name: _replaced(value) if name in names else value
+        for name, value in original.__globals__.items()
+    }
+    copy = types.FunctionType(
+        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
+    )
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__annotations__ = original.__annotations__
+    copy.__module__ = original.__module__
+    return InterpretedFunction(copy)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _replaced(value: Any) -> Any:
+    """A helper's twin; for a module of helpers, one with their twins; anything else as it is."""
+    from triton.runtime.jit import JITFunction
+
+    if isinstance(value, JITFunction):
+        return _twin(value)
+    if isinstance(value, types.ModuleType) and not value.__name__.startswith("triton"):
+        content = vars(value)
+        if any(isinstance(v, JITFunction) for v in content.values()):
+            return types.SimpleNamespace(
+                **{
+                    name: _twin(v) if isinstance(v, JITFunction) else v
+                    for name, v in content.items()
+                    if not name.startswith("__")
+                }
+            )
+    return value
+
+
+@contextlib.contextmanager
+def _interpreted_language() -> Iterator[None]:
+    """Puts the twins of the functions that Triton itself writes in Triton in their place."""
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    with contextlib.suppress(ImportError):  # Triton imports it later on, and wants them unpatched
+        import triton.experimental.gluon  # noqa: F401
+    kept = [
+        (module, name, value)
+        for module in (tl, tl.standard)
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+    ]
+    for module, name, value in kept:
+        setattr(module, name, _twin(value))
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+class _Tensor:
+    """What the interpreter needs to know of a NumPy array to take it for a tensor."""
+
+    def __init__(self, array: np.ndarray):
+        import triton.language as tl
+
+        self.array = array
+        self.dtype = tl.str_to_ty(pointer_type(array.dtype), None).element_ty
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "_Tensor":
+        return self
+
+    def cpu(self) -> "_Tensor":
+        return self
+
+    def copy_(self, other: "_Tensor") -> None:
+        pass  # memory is shared
+
+    def new_empty(self, *_: Any, **__: Any) -> "_Tensor":
+        return _Tensor(self.array)
+
+    def set_(self, storage: "_Tensor", *_: Any) -> None:
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+
+def poisoned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Memory that shows what a kernel forgot to write."""
+    array = np.empty(shape, dtype)
+    try:
+        array.fill(np.nan)
+    except (ValueError, OverflowError):
+        array.fill(np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else 1)
+    return array
+
+
+def run(
+    kernel: Any, parameters: Sequence[Any], constants: dict[str, Any], grid: tuple[int, ...]
+) -> None:
+    """Runs a kernel on NumPy arrays, ints and None, in place."""
+    given = [_Tensor(p) if isinstance(p, np.ndarray) else p for p in parameters]
+    # compiling must not see the patched language
+    with LOCK, _interpreted_language(), np.errstate(all="ignore"):
+        _twin(kernel).run(*given, grid=grid, warmup=False, **constants)

@@ -1,0 +1,62 @@
+"""cuDNN's attention: a rival with few options, chosen where measurement favours it."""
+
+from typing import Any
+
+from ejkernel.kernels._cudnn.flash_attention import fused, private, public
+from ejkernel.kernels._registry import Backend, Platform, kernel_registry
+
+
+def _common(args: Any) -> str | None:
+    """What cuDNN cannot do, found on the device (docs/measured.md)."""
+    if args.query.dtype.name not in ("bfloat16", "float16"):
+        return f"needs bfloat16 or float16; got {args.query.dtype}"
+    d, e = args.query.shape[-1], args.value.shape[-1]
+    if d % 8 or e % 8 or max(d, e) > 256:
+        return f"needs head sizes that are multiples of 8, at most 256; got {d} and {e}"
+    if 0 in (*args.query.shape, *args.key.shape, *args.value.shape):
+        return "needs arrays that are not empty"
+    if args.q_positions is not None or args.kv_positions is not None:
+        return "needs the usual positions"
+    left, right = args.sliding_window
+    t, s = args.query.shape[1], args.key.shape[1]
+    if right not in (None, 0) or (left is not None and right is None):
+        return f"needs a window that ends at the query; got {args.sliding_window}"
+    if right == 0 and t != s:
+        return f"aligns causal masks top-left: needs equal lengths; got {t} and {s}"
+    return None
+
+
+def _fused_requires(args: Any) -> str | None:
+    if private.library() is None:
+        return "this version of JAX has other cuDNN primitives"
+    return _common(args)
+
+
+def _public_requires(args: Any) -> str | None:
+    if private.library() is not None:
+        return "gives way to cudnn/gpu, which has a backward of its own"
+    return _common(args)
+
+
+def _backward_requires(args: Any) -> str | None:
+    return "has no gradient of the logsumexp" if args.return_lse else None
+
+
+kernel_registry.register(
+    "flash_attention",
+    Platform.CUDNN,
+    Backend.GPU,
+    honours={"causal", "softmax_scale", "sliding_window", "return_lse"},
+    requires=_fused_requires,
+    backward=fused.backward,
+    backward_requires=_backward_requires,
+)(fused.forward)
+kernel_registry.register(
+    "flash_attention",
+    Platform.CUDNN,
+    Backend.GPU,
+    priority=-1,
+    honours={"causal", "softmax_scale", "sliding_window"},
+    requires=_public_requires,
+    derivative="jax",
+)(public.forward)

@@ -1,0 +1,141 @@
+"""The arguments that the attention kernels share, from a call's."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.callib import next_power_of_2
+from ejkernel.kernels._triton._blocks import ranges
+
+_LOG2_E = 1.4426950408889634
+
+
+def dot_precision(dtype: Any) -> str:
+    """float32 products stay float32 unless the user lowered `jax.default_matmul_precision`."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return "ieee"  # without effect on narrower inputs
+    asked = jax.config.jax_default_matmul_precision
+    return "ieee" if asked in (None, "highest", "float32", "F32_F32_F32") else "tf32"
+
+
+class Call:
+    """One attention call for kernels with a config's block sizes."""
+
+    def __init__(self, args: Any, cfg: Any):
+        self.args, self.cfg = args, cfg
+        self.tokens = ranges.tokens(args)
+        left, right = args.sliding_window
+        positions = (left, right) != (None, None) or args.alibi_slopes is not None
+        self.positions: tuple[Any, Any] = (None, None)
+        if positions and self.tokens.q_positions is not None:
+            self.positions = (self.tokens.q_positions, self.tokens.k_positions)
+        uneven = self.tokens.num_q % cfg.block_q or self.tokens.num_k % cfg.block_k
+        # which of the masked runs exist at all; a block without unmasked ones is all tail
+        ids = bool(self.tokens.ids)
+        self.key_head, self.query_head = left is not None or ids, right is not None or ids
+        self.tail = self.key_head or self.query_head or bool(uneven)
+        self.sink_block = 1
+        if args.softmax_aux is not None:
+            self.sink_block = next_power_of_2(args.softmax_aux.shape[1])
+
+    @functools.cached_property
+    def mask(self) -> jax.Array | None:
+        mask = self.args.attention_mask
+        return None if mask is None else mask.astype(jnp.int8)
+
+    @functools.cached_property
+    def ids(self) -> list[Any]:
+        flat = [x for pair in self.tokens.ids for x in pair]
+        return [*flat, *[None] * (4 - len(flat))]
+
+    def key_table(self) -> jax.Array:
+        return jnp.asarray(self._table(ranges.key_table))
+
+    def query_table(self) -> jax.Array:
+        return jnp.asarray(self._table(ranges.query_table))
+
+    def _table(self, build: Any) -> Any:
+        window, cfg = self.args.sliding_window, self.cfg
+        return build(self.tokens, window, cfg.block_q, cfg.block_k)
+
+    def inputs(self) -> list[Any]:
+        """The optional arrays, None where absent, up to the table."""
+        args = self.args
+        prob = args.dropout_prob
+        return [
+            args.bias,
+            self.mask,
+            args.softmax_aux,
+            args.alibi_slopes,
+            args.dropout_seed if prob else None,
+            args.dropout_offset if prob else None,
+            *self.ids,
+            *self.positions,
+        ]
+
+    def sizes(self, table: jax.Array) -> list[int]:
+        """Lengths, window and strides."""
+        args, of = self.args, self.tokens
+        left, right = args.sliding_window
+        return [
+            of.num_q,
+            of.num_k,
+            args.query.shape[2],
+            of.offset,
+            left or 0,
+            right or 0,
+            *pair_strides(args.bias),
+            *pair_strides(args.attention_mask),
+            *(_row_stride(x) for x in self.ids),
+            *(_row_stride(x) for x in self.positions),
+            0 if table.shape[0] == 1 else table.shape[1] * table.shape[2],
+            0 if args.softmax_aux is None or args.softmax_aux.shape[0] == 1 else self.num_sinks,
+            self.num_sinks,
+        ]
+
+    @property
+    def num_sinks(self) -> int:
+        return 0 if self.args.softmax_aux is None else self.args.softmax_aux.shape[1]
+
+    def constants(self) -> dict[str, Any]:
+        args, cfg = self.args, self.cfg
+        d, e = args.query.shape[-1], args.value.shape[-1]
+        left, right = args.sliding_window
+        extras = (args.bias, args.alibi_slopes, args.logits_soft_cap)
+        # the maximum of a row is found before scaling, which a factor <= 0 would turn around
+        natural = any(x is not None for x in extras) or args.softmax_scale <= 0
+        prob = args.dropout_prob
+        return {
+            "D": d,
+            "E": e,
+            "BD": max(next_power_of_2(d), 16),
+            "BE": max(next_power_of_2(e), 16),
+            "BQ": cfg.block_q,
+            "BK": cfg.block_k,
+            "GROUP": args.query.shape[2] // args.key.shape[2],
+            "SCALE": float(args.softmax_scale),
+            "NATURAL": natural,
+            "UNITS": _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E,
+            "CAP": None if args.logits_soft_cap is None else float(args.logits_soft_cap),
+            "IDS": len(self.tokens.ids),
+            "LEFT": left is not None,
+            "RIGHT": right is not None,
+            "THRESHOLD": int(prob * 2.0**32) if prob else None,
+            "KEPT": 1.0 / (1.0 - prob),
+            "PRECISION": dot_precision(args.query.dtype),
+        }
+
+
+def pair_strides(x: Any) -> list[int]:
+    """Strides of [b, h, t, s], 0 along broadcast axes."""
+    if x is None:
+        return [0] * 4
+    steps = [int(np.prod(x.shape[i + 1 :])) for i in range(4)]
+    return [0 if size == 1 else step for size, step in zip(x.shape, steps, strict=True)]
+
+
+def _row_stride(x: Any) -> int:
+    return 0 if x is None or x.shape[0] == 1 else x.shape[1]

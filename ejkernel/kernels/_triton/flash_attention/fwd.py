@@ -1,0 +1,219 @@
+"""Attention forward with online softmax (Dao, 2023) in Triton.
+
+One program computes a block of queries of one head. Its blocks of keys come in three runs: masked,
+without any mask, and masked again. Arrays are [b, t, h, d], contiguous.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
+from ejkernel.kernels._triton.flash_attention import call, config
+
+
+@triton.jit
+def _step(
+    m, l, acc, b_q, j, key, value, bias, mask, slope, seed, i_b, i_h, o_q, q_id, q_id_2, q_pos,
+    k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s, left, right,
+    num_q, num_k,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
+    CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
+    POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
+    KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Folds block j of the keys into the state of the rows."""
+    row = j * BK
+    o_k = row + tl.arange(0, BK)
+    b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, MASKED)
+    dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
+    b_kp = o_k
+    if POSITIONS:
+        b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
+    x = pairs.logits(
+        dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP,
+    )  # fmt: skip
+    if MASKED:
+        b_ki = o_k
+        b_ki_2 = o_k
+        if IDS >= 1:
+            b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
+        if IDS >= 2:
+            b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
+        seen = pairs.visible(
+            o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
+            b_ki_2[None, :], q_pos[:, None], b_kp[None, :], left, right, num_q, num_k,
+            IDS, LEFT, RIGHT,
+        )  # fmt: skip
+        x = tl.where(seen, x, float("-inf"))
+    if mask is not None:
+        given = addresses.load_pairs(
+            mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k
+        )
+        x = tl.where(given != 0, x, float("-inf"))
+    m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKED or BIAS or (mask is not None))
+    if THRESHOLD is not None:
+        kept = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
+        p = tl.where(kept, p * KEPT, 0.0)
+    b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
+    if MASKED and IDS >= 1:  # a key of no sequence may hold nan, and 0 * nan is nan
+        valid = b_ki >= 0
+        if IDS >= 2:
+            valid &= b_ki_2 >= 0
+        b_v = tl.where(valid[:, None], b_v, 0.0)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
+    return m, l, acc
+
+
+@triton.jit
+def flash_attention_fwd_kernel(
+    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset,
+    q_ids, k_ids, q_ids_2, k_ids_2, q_positions, k_positions, table,
+    num_q, num_k, num_heads, offset, left, right,
+    bias_b, bias_h, bias_t, bias_s, mask_b, mask_h, mask_t, mask_s,
+    ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k, table_b, sinks_h, num_sinks,
+    out, lse,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
+    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr, IDS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr, KEPT: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.cdiv(num_q, BQ)
+    i_p = tl.program_id(0)
+    i_q = i_p % num_blocks
+    if BACKWARDS:  # causal: the longest rows start first
+        i_q = num_blocks - 1 - i_q
+    i_h = (i_p // num_blocks) % num_heads
+    i_b = i_p // (num_blocks * num_heads)
+    i_g = i_h // GROUP
+    num_groups = num_heads // GROUP
+    row = i_q * BQ
+    o_q = row + tl.arange(0, BQ)
+    wide_b = i_b.to(tl.int64)
+    BIAS: tl.constexpr = bias is not None
+    SLOPES: tl.constexpr = slopes is not None
+    POSITIONS: tl.constexpr = q_positions is not None
+
+    query += (wide_b * num_q * num_heads + i_h) * D
+    key += (wide_b * num_k * num_groups + i_g) * D
+    value += (wide_b * num_k * num_groups + i_g) * E
+    stride_k = num_groups * D
+    stride_v = num_groups * E
+    b_q = addresses.load_tile(query, row, num_heads * D, num_q, BQ, D, BD, True)
+
+    q_pos = o_q + offset
+    k_pos = k_positions
+    if POSITIONS:
+        q_pos = addresses.load_row(q_positions + wide_b * pos_q, row, num_q, BQ, 0)
+        k_pos = k_positions + wide_b * pos_k
+    q_id = o_q
+    q_id_2 = o_q
+    if IDS >= 1:
+        q_id = addresses.load_row(q_ids + wide_b * ids_q, row, num_q, BQ, -1)
+        k_ids += wide_b * ids_k
+    if IDS >= 2:
+        q_id_2 = addresses.load_row(q_ids_2 + wide_b * ids_q_2, row, num_q, BQ, -1)
+        k_ids_2 += wide_b * ids_k_2
+    slope = 0.0
+    if SLOPES:
+        slope = tl.load(slopes + i_h).to(tl.float32)
+    if BIAS:
+        bias += wide_b * bias_b + i_h.to(tl.int64) * bias_h
+    if mask is not None:
+        mask += wide_b * mask_b + i_h.to(tl.int64) * mask_h
+    drop_b = i_b
+    drop_h = i_h
+    if dropout_offset is not None:
+        drop_b += tl.load(dropout_offset).to(tl.int32)
+        drop_h += tl.load(dropout_offset + 1).to(tl.int32)
+
+    table += wide_b * table_b + i_q * 4
+    first = tl.load(table)
+    full = tl.load(table + 1)
+    ragged = tl.load(table + 2)
+    last = tl.load(table + 3)
+
+    m = tl.full([BQ], float("-inf"), tl.float32)
+    l = tl.zeros([BQ], tl.float32)
+    acc = tl.zeros([BQ, BE], tl.float32)
+    # 1. blocks that cross the left end of the window, or a change of segment
+    if HEAD:
+        for j in range(first, full):
+            m, l, acc = _step(
+                m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
+                q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
+                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP, BIAS,
+                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True,
+            )  # fmt: skip
+    # 2. blocks that need no mask
+    for j in range(full, ragged):
+        m, l, acc = _step(
+            m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
+            q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
+            mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP, BIAS,
+            SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False,
+        )  # fmt: skip
+    # 3. the diagonal, the end of a segment, the last block
+    if TAIL:
+        for j in range(ragged, last):
+            m, l, acc = _step(
+                m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
+                q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
+                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP, BIAS,
+                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True,
+            )  # fmt: skip
+
+    if sinks is not None:
+        m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
+        acc *= alpha[:, None]
+    if IDS >= 1:  # padding rows are outside every run without a mask, and see only sinks
+        alone = q_id < 0
+        if IDS >= 2:
+            alone |= q_id_2 < 0
+        acc = tl.where(alone[:, None], 0.0, acc)
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    p_out = addresses.tile_pointers(
+        out + (wide_b * num_q * num_heads + i_h) * E, row, num_heads * E, BQ, BE
+    )
+    tl.store(p_out, acc.to(out.dtype.element_ty), mask=addresses.tile_mask(row, num_q, BQ, E, BE))
+    p_lse = lse + (wide_b * num_heads + i_h) * num_q + o_q
+    tl.store(p_lse, softmax.logsumexp(m, l), mask=o_q < num_q)
+
+
+def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Outputs (out, and lse when asked for) and residuals (lse)."""
+    batch, t, num_heads, _ = args.query.shape
+    width = args.value.shape[-1]
+    made = call.Call(args, cfg)
+    table = made.key_table()
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, t, num_heads, width), args.query.dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, t), jnp.float32),
+    ]
+    out, lse = triton_call(
+        flash_attention_fwd_kernel,
+        args.query,
+        args.key,
+        args.value,
+        *made.inputs(),
+        table,
+        *made.sizes(table),
+        grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
+        out_shape=out_shape,
+        num_warps=cfg.num_warps,
+        num_stages=cfg.num_stages,
+        BN=made.sink_block,
+        HEAD=made.key_head,
+        TAIL=made.tail,
+        BACKWARDS=args.sliding_window[1] is not None,
+        **made.constants(),
+    )
+    return ((out, lse) if args.return_lse else (out,)), (lse,)
