@@ -42,10 +42,10 @@ bench: $(VENV)/.core
 	@for f in benchmarks/cpu_*.py; do echo "$$f"; $(BIN)/python $$f $(BENCH) || failed="$$failed $$f"; done; \
 	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
 
-matrix: $(VENV)/.core
+matrix: $(VENV)/.test
 	$(BIN)/python -m ejkernel.kernels._support --write
 
-lint: $(VENV)/.lint
+lint: $(VENV)/.lint $(VENV)/.test
 	$(BIN)/ruff check ejkernel tests benchmarks examples
 	$(BIN)/ruff format --check ejkernel tests benchmarks examples
 	$(BIN)/lint-imports

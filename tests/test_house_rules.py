@@ -1,6 +1,7 @@
 """Rules about the source that no linter of the test environment checks."""
 
 import ast
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 import ejkernel.modules
+from ejkernel.kernels import _spec, _support_docs, kernel_registry
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "ejkernel").rglob("*.py"))
@@ -310,14 +312,45 @@ def test_public_functions_explain_every_argument_once():
 def test_generated_files_are_up_to_date():
     # in a process of its own: other tests register kernels
     program = (
-        "import json; from ejkernel.kernels import _support; "
-        "print(json.dumps({str(p): t for p, t in _support.files().items()}))"
+        "import json; from ejkernel.kernels import _support, kernel_registry; "
+        "files = {str(p): t for p, t in _support.files().items()}; "
+        "print(json.dumps([files, kernel_registry.ops()]))"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    files = json.loads(done.stdout)
-    assert {pathlib.Path(path).name for path in files} == {"README.md", "support_matrix.json"}
+    files, ops = json.loads(done.stdout)
+    pages = {p.name for p in (ROOT / "docs" / "ops").glob("*.md") if p.stem in ops}
+    names = {pathlib.Path(path).name for path in files}
+    assert "flash_attention.md" in pages
+    assert names == {"README.md", "support_matrix.json", *pages}
     for path, text in files.items():
         current = pathlib.Path(path).read_text()
         difference = difflib.unified_diff(current.splitlines(), text.splitlines(), lineterm="")
         assert current == text, "run `make matrix`:\n" + "\n".join(difference)
+
+
+def test_a_page_without_a_table_gets_one_and_keeps_its_text():
+    page = "# An op\n\nWhat it does.\n"
+    first = _support_docs.render(page, "| a |")
+    assert (
+        first == page + "\n## Options and kernels\n\n<!-- options -->\n| a |\n<!-- /options -->\n"
+    )
+    moved = first + "\n## More\n"
+    second = _support_docs.render(moved, "| b |")
+    assert second == moved.replace("| a |", "| b |")
+    assert _support_docs.render(second, "| b |") == second
+
+
+def test_the_table_tells_honoured_from_refused():
+    made = dataclasses.replace(kernel_registry.list("gla")[-1], honours=frozenset({"g"}))
+    cells = {
+        f.name: _support_docs._cell(made, f)
+        for f in _spec.public_fields(kernel_registry.spec("gla").args)
+    }
+    assert cells["g"] == cells["softmax_scale"] == "honoured"
+    assert cells["reverse"] == cells["initial_state"] == "refused"
+    rows = _support_docs.table("gla").splitlines()
+    assert any(row.startswith("| `reverse` | ") for row in rows)
+    assert not any(row.startswith("| `query` | ") for row in rows)
+    assert "`query`" in rows[-1]
+    assert "cu_seqlens" not in rows[-1]

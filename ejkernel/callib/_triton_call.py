@@ -33,7 +33,9 @@ class Launch:
     out: tuple[tuple[tuple[int, ...], str] | None, ...]  # shapes and dtypes; None: absent
     zeroed: frozenset[int]
     aliases: tuple[tuple[int, int], ...]
-    batch: tuple[int, tuple[bool, ...]] | None = None  # of vmap: its size, and the arrays that have it
+    batch: tuple[int, tuple[bool, ...]] | None = (
+        None  # of vmap: its size, and the arrays that have it
+    )
 
     def results(self) -> list[tuple[int, tuple[int, ...], Any]]:
         """Index among the outputs, shape with the batch axis, and dtype of those that exist."""
@@ -63,8 +65,9 @@ def triton_call(
 
     Args:
       kernel: A function decorated with `triton.jit`.
-      *inputs: Arrays; ints, which the compiled code does not depend on but for 1 and multiples of
-        16; None for an absent array, which the kernel sees as a compile-time None.
+      *inputs: Arrays; ints, of which the compiled code knows only whether they are 1 or a multiple
+        of 16, and not even that for those in the kernel's `do_not_specialize`; None for an absent
+        array, a compile-time None to the kernel.
       grid: Number of programs along each of at most three axes.
       out_shape: Shapes and dtypes of the outputs; None for one that is not wanted, a compile-time
         None to the kernel too.
@@ -94,14 +97,20 @@ def triton_call(
         options=tuple(
             sorted({"num_warps": num_warps, "num_stages": num_stages, **(options or {})}.items())
         ),
-        out=tuple(o and (tuple(o.shape), jnp.dtype(o.dtype).name) for o in out_shape),
+        out=tuple(
+            None if o is None else (tuple(o.shape), jnp.dtype(o.dtype).name) for o in out_shape
+        ),
         zeroed=frozenset(zeroed),
         aliases=tuple((position[i], o) for i, o in (aliases or {}).items()),
     )
     if 0 in launch.grid:
-        return [o and jnp.zeros(o.shape, o.dtype) for o in out_shape]
+        kept = {out: arrays[array] for array, out in launch.aliases}
+        return [
+            None if o is None else kept[i] if i in kept else jnp.zeros(o.shape, o.dtype)
+            for i, o in enumerate(out_shape)
+        ]
     made = iter(triton_call_p.bind(*manual.vary_alike(arrays), launch=launch))
-    return [o and next(made) for o in out_shape]
+    return [None if o is None else next(made) for o in out_shape]
 
 
 triton_call_p = Primitive("ejkernel_triton_call")
@@ -130,10 +139,12 @@ def _abstract(*avals: Any, launch: Launch) -> list[Any]:
 
 def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, launch: Launch) -> Any:
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
-    moved = [
-        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)
-    ]
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims, strict=True)]
     flags = tuple(d is not None for d in dims)
+    for array, _ in launch.aliases:  # the output that shares its memory has the axis
+        if not flags[array]:
+            moved[array] = jnp.broadcast_to(moved[array], (size, *moved[array].shape))
+            flags = (*flags[:array], True, *flags[array + 1 :])
     if launch.batch is not None:
         moved, flags = _fold(moved, flags, size, launch.batch)
     total = size if launch.batch is None else size * launch.batch[0]
@@ -203,8 +214,9 @@ def _batched_kernel(kernel: Any, strided: tuple[str, ...], count: int, axis: int
     path = f"<{name} over axis {axis} of {'_'.join(strided)}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     scope: dict[str, Any] = {"kernel": kernel, "tl": triton.language, "__name__": __name__}
-    exec(compile(text, path, "exec"), scope)  # noqa: S102 (the text is ours)
-    return triton.jit(scope[name])
+    exec(compile(text, path, "exec"), scope)
+    loose = [names[i] for i in range(count) if kernel.params[i].do_not_specialize]
+    return triton.jit(do_not_specialize=loose)(scope[name])
 
 
 # Lowering
@@ -215,37 +227,38 @@ class _Plan:
     """What a GPU gets: a kernel, its grid, and its parameters in order."""
 
     kernel: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]  # three
     signature: Signature
     parameters: list[Any]  # ints, and (bytes to set to zero,) for arrays
 
 
 def _plan(launch: Launch, avals: Sequence[Any]) -> _Plan:
-    kinds: list[Any] = []  # dtype, int or None
-    parameters: list[Any] = []
-    aliased = {out: array for array, out in launch.aliases}
-    for slot in launch.slots:
-        kinds.append(
-            None if slot is None else avals[slot].dtype if isinstance(slot, int) else slot[1]
-        )
-        parameters += [] if slot is None else [(0,)] if isinstance(slot, int) else [slot[1]]
-    outs: list[Any] = [None] * len(launch.out)
+    aliased = {out for _, out in launch.aliases}
+    # each parameter of the kernel: a dtype, an int or None; arrays with the bytes to set to zero
+    slots: list[tuple[Any, int]] = [
+        (None if s is None else avals[s].dtype if isinstance(s, int) else s[1], 0)
+        for s in launch.slots
+    ]
+    outs: list[tuple[Any, int]] = [(None, 0)] * len(launch.out)
     for i, shape, dtype in launch.results():
-        outs[i] = dtype
-        zero = math.prod(shape) * dtype.itemsize if i in launch.zeroed and i not in aliased else 0
-        parameters.append((zero,))
-    kinds += outs
+        zeroed = i in launch.zeroed and i not in aliased
+        outs[i] = (dtype, math.prod(shape) * dtype.itemsize if zeroed else 0)
+    slots += outs
     kernel, grid = launch.kernel, launch.grid
     if launch.batch is not None:
-        kernel, grid, strides = _over_batch(launch, avals)
-        kinds += strides
-        parameters += strides
-    parameters = [p for p in parameters if not (isinstance(p, int) and p == 1)]
-    grid = (*grid, *(1,) * (3 - len(grid)))
-    return _Plan(kernel, grid, Signature(tuple(kinds), launch.constants), parameters)
+        kernel, grid, extra = _over_batch(launch, avals)
+        slots += [(value, 0) for value in extra]
+    parameters = [
+        kind if isinstance(kind, int) else (zeros,)
+        for i, (kind, zeros) in enumerate(slots)
+        if kind is not None and not _triton_compile.folded(kernel, i, kind)
+    ]
+    signature = Signature(tuple(kind for kind, _ in slots), launch.constants)
+    return _Plan(kernel, (*grid, *(1,) * (3 - len(grid))), signature, parameters)
 
 
 def _over_batch(launch: Launch, avals: Sequence[Any]) -> tuple[Any, tuple[int, ...], list[int]]:
+    assert launch.batch is not None
     size, flags = launch.batch
     names = launch.kernel.arg_names
     count = len(launch.slots) + len(launch.out)

@@ -1,7 +1,7 @@
 """Triton's compiler: kernels for a named target, kept on disk, counted.
 
-The folder is Triton's own cache, keyed by source, signature, constants, options, target and Triton's
-version, so that a second process compiles nothing.
+The folder is Triton's own cache, keyed by source, signature, constants, options, target and
+Triton's version, so that a second process compiles nothing.
 """
 
 import contextlib
@@ -87,17 +87,23 @@ def int_type(value: int) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def folded(kernel: Any, index: int, value: Any) -> bool:
+    """Whether an int is compiled in: 1 is, so that a stride of 1 is known to be contiguous."""
+    one = isinstance(value, int) and value == 1
+    return one and not kernel.params[index].do_not_specialize
+
+
 def _source(kernel: Any, signature: Signature) -> Any:
     from triton.compiler import ASTSource
 
     constants: dict[str, Any] = dict(signature.constants)
     types, attributes = {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, signature.parameters, strict=False)):
-        if value is None or (isinstance(value, int) and value == 1):
+        if value is None or folded(kernel, i, value):
             constants[name] = value
         elif isinstance(value, int):
             types[name] = int_type(value)
-            if value % 16 == 0:
+            if value % 16 == 0 and not kernel.params[i].do_not_specialize:
                 attributes[(i,)] = _ALIGNED
         else:
             types[name] = pointer_type(value)
@@ -120,8 +126,20 @@ def cache_folder() -> pathlib.Path:
 
 
 @functools.cache
-def _temporary() -> str:
-    return tempfile.mkdtemp(prefix="ejkernel-triton-")
+def _writable(folder: pathlib.Path) -> str:
+    """A folder, or one of this process alone in its place, with one warning."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder)
+    except OSError as error:
+        warnings.warn(
+            f"Compiled Triton kernels cannot be kept in {folder}: {error}. This process keeps "
+            "them to itself; set EJKERNEL_CACHE_DIR to a folder that can be written.",
+            EjkernelWarning,
+            stacklevel=2,
+        )
+        return tempfile.mkdtemp(prefix="ejkernel-triton-")
 
 
 @contextlib.contextmanager
@@ -132,19 +150,7 @@ def _cache() -> Iterator[None]:
     def count(*, cache_hit: bool, **_: Any) -> None:
         counts["found" if cache_hit else "compiled"] += 1
 
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            path = str(folder)
-    except OSError as error:
-        path = _temporary()
-        warnings.warn(
-            f"Compiled Triton kernels cannot be kept in {folder}: {error}. This process keeps "
-            "them to itself; set EJKERNEL_CACHE_DIR to a folder that can be written.",
-            EjkernelWarning,
-            stacklevel=2,
-        )
+    path = _writable(cache_folder())
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = path
         knobs.compilation.listener = count

@@ -62,25 +62,45 @@ def _replaced(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _interpreted_language() -> Iterator[None]:
-    """Puts the twins of the functions that Triton itself writes in Triton in their place."""
+    """Patches Triton's language for the interpreter, once for a whole run, and puts all back.
+
+    Triton patches again at each call of a helper, which is slow, and puts that back never.
+    """
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
     with contextlib.suppress(ImportError):  # Triton imports it later on, and wants them unpatched
         import triton.experimental.gluon  # noqa: F401
-    kept = [
-        (module, name, value)
+    core = tl.core
+    places = (tl, core, tl.math, tl.standard, core.tensor, core.dtype, core.condition)
+    kept = [(place, dict(vars(place))) for place in (*places, core.tensor_descriptor_base)]
+    twins = [  # of the functions that Triton itself writes in Triton
+        (module, name, _twin(value))
         for module in (tl, tl.standard)
         for name, value in vars(module).items()
         if isinstance(value, JITFunction)
     ]
-    for module, name, value in kept:
-        setattr(module, name, _twin(value))
+    patch = interpreter._patch_lang
+    nothing = types.SimpleNamespace(restore=lambda: None)
     try:
+        for module, name, twin in twins:
+            setattr(module, name, twin)
+        patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
+        interpreter._patch_lang = lambda fn: nothing
         yield
     finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
+        interpreter._patch_lang = patch
+        for place, content in kept:
+            _put_back(place, content)
+
+
+def _put_back(place: Any, content: dict[str, Any]) -> None:
+    for name in vars(place).keys() - content.keys():
+        delattr(place, name)
+    for name, value in content.items():
+        if vars(place)[name] is not value:
+            setattr(place, name, value)
 
 
 class _Tensor:
@@ -135,6 +155,7 @@ def run(
 ) -> None:
     """Runs a kernel on NumPy arrays, ints and None, in place."""
     given = [_Tensor(p) if isinstance(p, np.ndarray) else p for p in parameters]
-    # compiling must not see the patched language
-    with LOCK, _interpreted_language(), np.errstate(all="ignore"):
-        _twin(kernel).run(*given, grid=grid, warmup=False, **constants)
+    with LOCK:  # compiling must not see the patched language, nor must the making of a twin
+        twin = _twin(kernel)
+        with _interpreted_language(), np.errstate(all="ignore"):
+            twin.run(*given, grid=grid, warmup=False, **constants)

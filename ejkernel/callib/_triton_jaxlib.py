@@ -8,7 +8,7 @@ names to the JAX versions that the package supports.
 import functools
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -80,7 +80,10 @@ def lower(
         )
         return rule(ctx, *operands, opaque=opaque)
     rule = jax.ffi.ffi_lowering(
-        "triton_kernel_call", api_version=2, backend_config=opaque, operand_output_aliases=aliases
+        "triton_kernel_call",
+        api_version=2,
+        backend_config=cast(Any, opaque),  # bytes pass, though JAX's annotation has only str
+        operand_output_aliases=aliases,
     )
     return rule(ctx, *operands)
 

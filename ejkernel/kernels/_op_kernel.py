@@ -1,6 +1,7 @@
 """`OpKernel`: a `Kernel` whose implementations come from the registry."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import msgspec
 
 from ejkernel import _device, _settings
-from ejkernel.kernels import _oracle, _spec
+from ejkernel.kernels import _donation, _oracle, _spec
 from ejkernel.kernels._registry import Backend, KernelEntry, Platform, _member, kernel_registry
 from ejkernel.ops import registry
 from ejkernel.ops.config.selection import Choice, refusal
@@ -59,6 +60,8 @@ class OpKernel(Kernel):
         except TypeError as error:
             raise TypeError(f"`{self.op}`: {error}.") from None
         bound.apply_defaults()
+        if self.spec.written:
+            _donation.refuse(self.op, bound.arguments)
         return self.dynamic(bound.arguments)
 
     def dynamic(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +72,16 @@ class OpKernel(Kernel):
         if _settings.current().debug and self.spec.debug is not None:
             self.spec.debug(call)
         return call
+
+    def execute(self, call: dict[str, Any]) -> Any:
+        """Runs a call made to a function, whose arguments may be given away."""
+        executor, call = default_executor(), self.dynamic(call)
+        if not self.spec.written:
+            return executor.run(self, call)
+        work = _donation.Work(
+            (self.cache_token(), executor.chooser.generation), functools.partial(executor.run, self)
+        )
+        return _donation.run(self.op, self.spec.written, call, work)
 
     def prepare(self, call: dict[str, Any]) -> tuple[_spec.OpArgs, Request]:
         request = self._request(call)
@@ -124,6 +137,7 @@ class OpKernel(Kernel):
         return Request(platform=platform, backend=backend, forward=fwd, backward=bwd, **placement)
 
     def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
+        outputs = self.spec.finish(args, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def layout(self, args: Any) -> Layout | None:
@@ -177,7 +191,8 @@ class OpKernel(Kernel):
         shapes = {n: (x.shape, str(x.dtype)) for n, x in args.arrays().items()}
         key = str((self.op, wanted, shapes, args.statics()))
         if key not in _solved:
-            _solved.clear()  # candidates of one call come one after another
+            if len(_solved) >= _MOST_SOLVED:
+                _solved.pop(next(iter(_solved)))
             _solved[key] = _oracle.solve(self.spec, args, wanted)
         problem = _solved[key]
 
@@ -205,7 +220,9 @@ class OpKernel(Kernel):
         return [entry.implementation(inv.target, inv.backend) for entry in entries]
 
 
+# twins of calls that differ in lengths alone are the same: their oracles serve many keys
 _solved: dict[str, _oracle.Problem] = {}
+_MOST_SOLVED = 16
 
 
 class _EntryKernel(OpKernel):
@@ -234,7 +251,7 @@ def keyword_function(spec: _spec.OpSpec, entry: KernelEntry) -> Callable[..., An
         except TypeError as error:
             raise TypeError(f"`{spec.name}`: {error}.") from None
         bound.apply_defaults()
-        return default_executor().run(kernel, kernel.dynamic(bound.arguments | fixed))
+        return kernel.execute(bound.arguments | fixed)
 
     function.__name__ = function.__qualname__ = spec.name
     function.__signature__ = signature
@@ -264,7 +281,7 @@ def call(kernel: type[OpKernel], arguments: dict[str, Any]) -> Any:
     instance = _instances.get(kernel)
     if instance is None:
         instance = _instances[kernel] = kernel()
-    return default_executor().run(instance, instance.dynamic(arguments))
+    return instance.execute(arguments)
 
 
 def _by_name(name: str) -> OpKernel | None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from ejkernel import _device
+from ejkernel import _device, _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _spec
-from ejkernel.ops.core.kernel import FORWARD, Implementation
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Implementation
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
 
@@ -66,6 +66,9 @@ _FOLDERS = {
 }
 
 
+_INTERPRETED = frozenset({Platform.TRITON, Platform.PALLAS})  # run on a CPU when told to
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class KernelEntry:
     """One registered kernel of an op."""
@@ -78,6 +81,7 @@ class KernelEntry:
     honours: frozenset[str] | None  # optional arguments it acts on; None: all
     requires: Callable[[Any], str | None]
     backward: Callable[..., dict[str, Any]] | None
+    backward_requires: Callable[[Any], str | None]  # what only its backward cannot do
     config: Any  # a module or object with Config, heuristic(args, direction), candidates(…)
     version: int
     derivative: str
@@ -87,13 +91,24 @@ class KernelEntry:
         rank = f"@{self.priority}" if self.priority else ""
         return f"{self.platform}/{self.backend}{rank}"
 
-    def why_not(self, args: Any, target: _device.Target | None = None) -> str | None:
+    def why_not(
+        self, args: Any, target: _device.Target | None = None, direction: str = FORWARD
+    ) -> str | None:
         """Why this kernel cannot serve a call; None when it can."""
-        if target is not None and self.backend not in (Backend.ANY, target.kind):
+        if target is not None and not self._runs_on(target):
             return f"needs a {self.backend.upper()}; this call is for {target.kind}"
         if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
             return f"does not honour {dropped}"
-        return self.requires(args)
+        reason = self.requires(args)
+        if reason is None and direction == BACKWARD:
+            reason = self.backward_requires(args)
+        return reason
+
+    def _runs_on(self, target: _device.Target) -> bool:
+        if self.backend in (Backend.ANY, target.kind):
+            return True
+        interpreted = self.platform in _INTERPRETED and _settings.current().interpret
+        return interpreted and target.kind == "cpu"
 
     def heuristic(
         self, args: Any, direction: str = FORWARD, target: _device.Target | None = None
@@ -148,7 +163,7 @@ class KernelEntry:
         def why_not(args: Any, direction: str) -> str | None:
             if target is not None and backend not in (Backend.ANY, target.kind):
                 return f"`cfg.backend` asks for {backend}; this call is for {target.kind}"
-            return self.why_not(args, target)
+            return self.why_not(args, target, direction)
 
         return Implementation(
             name=self.name,
@@ -216,8 +231,8 @@ class KernelRegistry:
           backend: What it runs on.
           priority: Kernels of higher priority are preferred.
           replace: Take the place of a kernel with the same platform, backend and priority.
-          **options: `honours`, `requires`, `backward`, `config`, `version`, `derivative` of
-            `KernelEntry`, for functions of the form `fn(args, cfg)`.
+          **options: `honours`, `requires`, `backward`, `backward_requires`, `config`, `version`,
+            `derivative` of `KernelEntry`, for functions of the form `fn(args, cfg)`.
         """
         written: Platform = _member(Platform, platform)
         runs_on: Backend = _member(Backend, backend)
@@ -346,6 +361,7 @@ def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, An
         "honours": None,
         "requires": lambda args: None,
         "backward": None,
+        "backward_requires": lambda args: None,
         "config": None,
         "version": 1,
         "derivative": "rule",

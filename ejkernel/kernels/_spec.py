@@ -32,9 +32,10 @@ def static(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def hidden(default: Any) -> Any:
-    """An option that an op has inherited but does not offer."""
-    return dataclasses.field(default=default, metadata={"static": True, "internal": True})
+def hidden(default: Any, unset: Callable[[Any, Any], bool] | None = None) -> Any:
+    """An option that an op has inherited but does not offer, or that canonicalization fills in."""
+    metadata = {"static": True, "internal": True, "unset": unset}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def array(*, ranks: tuple[int, ...] | None = None, hint: str = "") -> Any:
@@ -141,6 +142,9 @@ class OpSpec:
     # values of canonical arguments as the public function takes them, for kernels from outside
     publish: Callable[[Any], dict[str, Any]] = lambda args: args.arrays() | args.statics()
     debug: Callable[[dict[str, Any]], None] | None = None
+    # outputs of kernels as the public function returns them
+    finish: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]] = lambda args, outputs: outputs
+    written: tuple[str, ...] = ()  # arrays that the op writes into; it then has `donate_cache`
     shardable: frozenset[str] = frozenset()
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     localize: Callable[[Any, dict[str, jax.Array]], Any] = lambda args, offsets: args

@@ -1,4 +1,4 @@
-"""The support matrix, generated from the registry into README.md and support_matrix.json."""
+"""Generated from the registry: README.md, support_matrix.json and the tables of op pages."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import pathlib
 import sys
 from typing import Any
 
+from ejkernel.kernels import _support_docs
 from ejkernel.kernels._registry import KernelEntry, Platform, kernel_registry
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -63,6 +64,7 @@ def files() -> dict[pathlib.Path, str]:
     return {
         readme: render(readme.read_text()),
         _ROOT / "support_matrix.json": json.dumps(matrix(), indent=2, sort_keys=True) + "\n",
+        **_support_docs.pages(_ROOT / "docs" / "ops"),
     }
 
 

@@ -1,6 +1,8 @@
 """What users import: one function and one `Kernel` class per operation."""
 
+from ejkernel.kernels._specs.apply_native_sparse_attention import ApplyNativeSparseAttentionConfig
 from ejkernel.kernels._specs.attention import AttentionConfig
+from ejkernel.kernels._specs.blocksparse_attention import BlocksparseAttentionConfig
 from ejkernel.kernels._specs.flash_attention import FlashAttentionConfig
 from ejkernel.kernels._specs.gla import GLAConfig
 from ejkernel.kernels._specs.grouped_matmul import GroupedMatmulConfig
@@ -8,14 +10,30 @@ from ejkernel.kernels._specs.lightning_attention import LightningAttentionConfig
 from ejkernel.kernels._specs.linear_recurrence import LinearRecurrenceConfig
 from ejkernel.kernels._specs.mean_pooling import MeanPoolingConfig
 from ejkernel.kernels._specs.merge_attention_states import MergeAttentionStatesConfig
+from ejkernel.kernels._specs.mla_attention import MLAAttentionConfig
+from ejkernel.kernels._specs.mla_page_attention import MLAPageAttentionConfig
+from ejkernel.kernels._specs.native_sparse_attention import NativeSparseAttentionConfig
 from ejkernel.kernels._specs.page_attention import PageAttentionConfig
 from ejkernel.kernels._specs.ragged_decode_attention import RaggedDecodeAttentionConfig
 from ejkernel.kernels._specs.ragged_page_attention import RaggedPageAttentionConfig
+from ejkernel.kernels._specs.ragged_page_attention_v3 import RaggedPageAttentionV3Config
+from ejkernel.kernels._specs.recurrent import RecurrentConfig
+from ejkernel.kernels._specs.ring_attention import RingAttentionConfig
+from ejkernel.kernels._specs.sampled_matmul import SampledMatmulConfig
+from ejkernel.kernels._specs.sparse_matmul import SparseMatmulConfig
 from ejkernel.kernels._specs.update_paged_cache import UpdatePagedCacheConfig
+from ejkernel.modules.operations.apply_native_sparse_attention import (
+    ApplyNativeSparseAttention,
+    apply_native_sparse_attention,
+)
 from ejkernel.modules.operations.attention import (
     Attention,
     attention,
     scaled_dot_product_attention,
+)
+from ejkernel.modules.operations.blocksparse_attention import (
+    BlocksparseAttention,
+    blocksparse_attention,
 )
 from ejkernel.modules.operations.flash_attention import FlashAttention, flash_attention
 from ejkernel.modules.operations.gla import GLA, gla, gla_attention
@@ -31,6 +49,12 @@ from ejkernel.modules.operations.merge_attention_states import (
     MergeAttentionStates,
     merge_attention_states,
 )
+from ejkernel.modules.operations.mla_attention import MLAAttention, flash_mla, mla_attention
+from ejkernel.modules.operations.mla_page_attention import MLAPageAttention, mla_page_attention
+from ejkernel.modules.operations.native_sparse_attention import (
+    NativeSparseAttention,
+    native_sparse_attention,
+)
 from ejkernel.modules.operations.page_attention import PageAttention, page_attention
 from ejkernel.modules.operations.ragged_decode_attention import (
     RaggedDecodeAttention,
@@ -40,6 +64,14 @@ from ejkernel.modules.operations.ragged_page_attention import (
     RaggedPageAttention,
     ragged_page_attention,
 )
+from ejkernel.modules.operations.ragged_page_attention_v3 import (
+    RaggedPageAttentionV3,
+    ragged_page_attention_v3,
+)
+from ejkernel.modules.operations.recurrent import Recurrent, recurrent
+from ejkernel.modules.operations.ring_attention import RingAttention, ring_attention
+from ejkernel.modules.operations.sampled_matmul import SampledMatmul, sampled_matmul
+from ejkernel.modules.operations.sparse_matmul import SparseMatmul, sparse_matmul
 from ejkernel.modules.operations.update_paged_cache import (
     UpdatePagedCache,
     pages_from_interleaved,
@@ -47,6 +79,8 @@ from ejkernel.modules.operations.update_paged_cache import (
     update_paged_cache,
 )
 from ejkernel.ops import ConfigSelectorChain, Executor, PersistentCache
+from ejkernel.types import block_mask
+from ejkernel.xla_utils import from_zigzag, to_zigzag
 
 
 def create_default_executor() -> Executor:
@@ -56,8 +90,12 @@ def create_default_executor() -> Executor:
 
 __all__ = [
     "GLA",
+    "ApplyNativeSparseAttention",
+    "ApplyNativeSparseAttentionConfig",
     "Attention",
     "AttentionConfig",
+    "BlocksparseAttention",
+    "BlocksparseAttentionConfig",
     "FlashAttention",
     "FlashAttentionConfig",
     "GLAConfig",
@@ -67,21 +105,42 @@ __all__ = [
     "LightningAttentionConfig",
     "LinearRecurrence",
     "LinearRecurrenceConfig",
+    "MLAAttention",
+    "MLAAttentionConfig",
+    "MLAPageAttention",
+    "MLAPageAttentionConfig",
     "MeanPooling",
     "MeanPoolingConfig",
     "MergeAttentionStates",
     "MergeAttentionStatesConfig",
+    "NativeSparseAttention",
+    "NativeSparseAttentionConfig",
     "PageAttention",
     "PageAttentionConfig",
     "RaggedDecodeAttention",
     "RaggedDecodeAttentionConfig",
     "RaggedPageAttention",
     "RaggedPageAttentionConfig",
+    "RaggedPageAttentionV3",
+    "RaggedPageAttentionV3Config",
+    "Recurrent",
+    "RecurrentConfig",
+    "RingAttention",
+    "RingAttentionConfig",
+    "SampledMatmul",
+    "SampledMatmulConfig",
+    "SparseMatmul",
+    "SparseMatmulConfig",
     "UpdatePagedCache",
     "UpdatePagedCacheConfig",
+    "apply_native_sparse_attention",
     "attention",
+    "block_mask",
+    "blocksparse_attention",
     "create_default_executor",
     "flash_attention",
+    "flash_mla",
+    "from_zigzag",
     "gla",
     "gla_attention",
     "grouped_matmul",
@@ -90,11 +149,20 @@ __all__ = [
     "linear_recurrence",
     "mean_pooling",
     "merge_attention_states",
+    "mla_attention",
+    "mla_page_attention",
+    "native_sparse_attention",
     "page_attention",
     "pages_from_interleaved",
     "pages_to_interleaved",
     "ragged_decode_attention",
     "ragged_page_attention",
+    "ragged_page_attention_v3",
+    "recurrent",
+    "ring_attention",
+    "sampled_matmul",
     "scaled_dot_product_attention",
+    "sparse_matmul",
+    "to_zigzag",
     "update_paged_cache",
 ]

@@ -1,6 +1,7 @@
 """`MaskInfo`: all that decides which pairs attend, as one pytree and without a T x S array."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +238,95 @@ class MaskInfo:
         if right is not None:
             visible &= kv_pos <= q_pos + right
         return visible
+
+    def visualize(
+        self,
+        q_length: int | None = None,
+        kv_length: int | None = None,
+        *,
+        batch: int = 0,
+        head: int = 0,
+        max_rows: int = 32,
+        max_cols: int = 64,
+    ) -> str:
+        """A picture of the mask in text: queries downwards, keys to the right.
+
+        Each character is a block of pairs: "#" all of them attend, "+" some, "." none. Blocks are
+        as small as the limits allow. A row of characters is computed at a time, so that no T x S
+        array exists.
+
+        Args:
+          q_length: T, needed where no field tells it.
+          kv_length: S, likewise.
+          batch: The row of the batch to draw.
+          head: The head to draw.
+          max_rows: Most rows of characters.
+          max_cols: Most columns of characters.
+
+        Returns:
+          The picture under a line that says its scale; nothing is printed.
+        """
+        op = "MaskInfo.visualize"
+        for name, limit in (("max_rows", max_rows), ("max_cols", max_cols)):
+            if not _is_int(limit) or limit < 1:
+                raise ValueError(f"`{op}`: `{name}` must be an int >= 1; got {limit!r}.")
+        t, s = self._axis_lengths(op, q_length, kv_length)
+        one = self._one_row(op, t, s, batch, head)
+        height, width = max(-(-t // max_rows), 1), max(-(-s // max_cols), 1)
+        lines = [
+            f"{t} queries x {s} keys, batch {batch}, head {head}; a character is "
+            f"{height} x {width}: # all attend, + some, . none"
+        ]
+        for start in range(0, t, height):
+            strip = np.asarray(one._strip(op, start, min(start + height, t), t, s))
+            cells = (strip[:, j : j + width] for j in range(0, s, width))
+            lines.append("".join("#" if c.all() else "+" if c.any() else "." for c in cells))
+        return "\n".join(lines)
+
+    def _one_row(self, op: str, t: int, s: int, batch: int, head: int) -> "MaskInfo":
+        """The mask of one batch row and head: positions, and ids that say what lengths hide."""
+        heads = 1 if self.attention_mask is None else self.attention_mask.shape[1]
+        for name, index, count in (("batch", batch, self._batch(op)), ("head", head, heads)):
+            if not _is_int(index) or index < 0 or (count != 1 and index >= count):
+                raise ValueError(f"`{op}`: `{name}` must be in [0, {count}); got {index!r}.")
+
+        def row(x: Array | None, index: int = batch) -> Any:  # None only for None
+            if x is None:
+                return None
+            start = index if x.shape[0] > 1 else 0
+            return x[start : start + 1]
+
+        mask = row(self.attention_mask)
+        q_pos, kv_pos = map(row, self._positions(op, t, s))
+        info = MaskInfo(
+            attention_mask=mask if mask is None else row(mask[0], head)[None],
+            q_segment_ids=row(self.q_segment_ids),
+            kv_segment_ids=row(self.kv_segment_ids),
+            q_positions=q_pos,
+            kv_positions=kv_pos,
+            causal=self.causal,
+            sliding_window=self.sliding_window,
+        )
+        if (sequences := self._sequence_ids(op, t, s)) is not None:
+            q_ids, kv_ids = info._split_by(*map(row, sequences))
+            outside = [ids < 0 for ids in map(row, sequences)]
+            q_ids, kv_ids = jnp.where(outside[0], -1, q_ids), jnp.where(outside[1], -1, kv_ids)
+            info = dataclasses.replace(info, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+        return info
+
+    def _strip(self, op: str, start: int, stop: int, t: int, s: int) -> Bool[Array, "rows s"]:
+        """Some rows of the mask of `_one_row`."""
+        mask = self.attention_mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, start:stop]
+        q_ids = self.q_segment_ids
+        part = dataclasses.replace(
+            self,
+            attention_mask=mask,
+            q_segment_ids=None if q_ids is None else q_ids[:, start:stop],
+            q_positions=self.q_positions[:, start:stop],
+        )
+        return part.materialize(stop - start, s)[0, 0]
 
     def _refuse_if_chunked(self, op: str) -> None:
         if self.chunked:

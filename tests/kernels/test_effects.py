@@ -15,7 +15,15 @@ OPTIONS = [
     for option in kernel_registry.spec(op).changes()
 ]
 # they change which kernel serves, how it splits its work, or only what is allowed
-SILENT = {"deterministic", "num_splits", "block_size", "donate_cache"}
+SILENT = {
+    "deterministic",
+    "num_splits",
+    "block_size",
+    "donate_cache",
+    "axis_name",
+    "strategy",
+    "layout",
+}
 
 
 @pytest.mark.parametrize("op", sorted({op for op, *_ in OPTIONS}))
@@ -25,7 +33,7 @@ def test_every_option_is_covered(op):
     assert set(spec.changes()) == optional
 
 
-@pytest.mark.parametrize(("op", "entry_name", "option"), OPTIONS)
+@pytest.mark.parametrize(("op", "entry_name", "option"), harness.marked(OPTIONS, quick=False))
 def test_option_has_the_oracles_effect(op, entry_name, option):
     spec, entry = kernel_registry.spec(op), harness.find_entry(op, entry_name)
     plain = spec.cases()[0].values(jnp.float32, jax.random.key(2))

@@ -319,7 +319,7 @@ BAD = {
         ["backend", "'cpu'", "'abacus'"],
     ),
     "cfg_backend_elsewhere": (
-        {"cfg": FlashAttentionConfig(backend="tpu")},
+        {"cfg": FlashAttentionConfig(backend="tpu"), "platform": "xla"},
         UnsupportedError,
         ["tpu"],
     ),

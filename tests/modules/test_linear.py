@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel import _device
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._xla.linear_recurrence import config, fwd
+from ejkernel.kernels._xla.linear_recurrence import bwd, config, fwd
 from ejkernel.modules.operations.gla import gla, gla_attention
 from ejkernel.modules.operations.lightning_attention import lightning_attention, lightning_attn
 from ejkernel.modules.operations.linear_recurrence import linear_recurrence
@@ -76,9 +77,10 @@ def test_strong_gates_are_exact_and_so_are_weak_ones_after_them(gates):
         return (out * weights).sum() + jnp.sin(state).sum()
 
     actual = jax.jit(jax.value_and_grad(functools.partial(loss, linear_recurrence)))(values)
-    close(actual, jax.value_and_grad(functools.partial(loss, oracle))(values), 2e-5)
+    wanted = jax.value_and_grad(functools.partial(loss, oracle))(values)
+    close(actual, wanted, 2e-5)
     # strong gates have small gradients, which must not drown in those of weak ones
-    grads, expected = actual[1], jax.grad(functools.partial(loss, oracle))(values)
+    grads, expected = actual[1], wanted[1]
     for name in gates:
         close(grads[name][:, 1:40], expected[name][:, 1:40], 1e-4)
 
@@ -114,12 +116,73 @@ def test_states_join_the_pieces_of_a_sequence(reverse):
     close((jnp.concatenate([found[p.start] for p in pieces], 1), state), (whole, last))
 
 
-@pytest.mark.parametrize(("block_t", "part", "at_once"), [(1, 1, 1), (16, 2, 3)])
-def test_chunks_of_any_size_agree(block_t, part, at_once):
+@pytest.mark.parametrize(
+    "cfg", [{"block_t": 1}, {"block_t": 16, "block_n": 3}, {"block_t": 8, "recurrent": True}]
+)
+def test_chunks_of_any_size_agree(cfg):
     spec = kernel_registry.spec("linear_recurrence")
     args = spec.canonicalize(spec.complete(arrays(41) | {"return_state": True}))
-    cfg = config.Config(block_t=block_t, block_part=part, block_n=at_once)
-    close(fwd.forward(args, cfg)[0], spec.reference_fn()(args))
+    cfg = config.Config(**cfg)
+    close(jax.jit(lambda args: fwd.forward(args, cfg)[0])(args), spec.reference_fn()(args))
+
+
+@pytest.mark.parametrize("name", ["cover00", "scalar", "packed", "packed_reverse"])
+def test_token_by_token_and_chunks_have_the_same_gradients(name):
+    spec = kernel_registry.spec("linear_recurrence")
+    (case,) = (case for case in spec.cases() if case.name == name)
+    args = spec.make(case, jnp.float32, jax.random.key(3))
+    outputs = jax.eval_shape(lambda args: fwd.forward(args, config.Config())[0], args)
+    cotangents = [jax.random.normal(jax.random.key(i), out.shape) for i, out in enumerate(outputs)]
+    wanted = spec.differentiable & {*args.arrays()}
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def gradients(args, cotangents, cfg):
+        return bwd.backward(args, cfg, (), (), tuple(cotangents), wanted)
+
+    made = [
+        gradients(args, cotangents, config.Config(block_t=8, **more))
+        for more in ({"recurrent": True}, {"block_n": 2})
+    ]
+    assert {*made[0]} == wanted
+    close(*made)
+
+
+def test_the_form_follows_the_length_and_a_tuner_tries_both():
+    spec = kernel_registry.spec("gla")
+
+    def call(t, **gates):
+        shape = jax.ShapeDtypeStruct((1, t, 2, 16), jnp.float32)
+        qkv = dict.fromkeys(("query", "key", "value"), shape)
+        return spec.args(**qkv, **({"g": shape} if gates else {}), softmax_scale=0.25)
+
+    cpu = _device.find()
+    assert cpu.kind == "cpu"
+    assert config.heuristic(call(1), "bwd", cpu).recurrent
+    assert config.heuristic(call(4, g=True), "bwd", cpu).recurrent
+    assert not config.heuristic(call(4), "fwd", cpu).recurrent
+    assert not config.heuristic(call(4096, g=True), "bwd", cpu).recurrent
+    for t in (1, 16, 4096):
+        assert {cfg.recurrent for cfg in config.candidates(call(t), "fwd", cpu)} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("run", "arrays_in"),
+    [
+        (gla, 4),
+        (functools.partial(lightning_attention, layer_idx=0, num_layers=2), 3),
+        (lambda q, k, v, gk, gv: linear_recurrence(q, k, v, gk=gk, gv=gv), 5),
+    ],
+    ids=["gla", "lightning_attention", "linear_recurrence"],
+)
+def test_long_rows_keep_neither_their_states_nor_their_pairs(run, arrays_in):
+    t, heads, d = 8192, 2, 64
+    xs = [jax.ShapeDtypeStruct((1, t, heads, d), jnp.float32)] * arrays_in
+    grad = jax.grad(lambda *xs: run(*xs).sum(), argnums=tuple(range(arrays_in)))
+    one = 4 * t * heads * d
+    for fn in (run, grad):
+        temporary = jax.jit(fn).lower(*xs).compile().memory_analysis().temp_size_in_bytes
+        # the arrays in chunks and a state for each chunk; all states would be 64, pairs 128 arrays
+        assert temporary < 9 * one
 
 
 def test_key_heads_serve_groups_of_query_heads():

@@ -124,6 +124,17 @@ def test_traced_lengths_and_vmap():
         assert_close(jax.tree.map(lambda a, i=i: a[i], actual), expected)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_many_sequences_need_no_table_of_tokens_and_sequences(chunk_size):
+    x = jax.ShapeDtypeStruct((1, 65536, 8), jnp.float32)
+    cuts = jax.ShapeDtypeStruct((1025,), jnp.int32)
+    run = functools.partial(mean_pooling, chunk_size=chunk_size)
+    grad = jax.grad(lambda x, cuts: jnp.sum(run(x, cu_seqlens=cuts) ** 2))
+    for fn in (lambda x, cuts: run(x, cu_seqlens=cuts), grad):
+        memory = jax.jit(fn).lower(x, cuts).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 2 * 4 * x.size  # a table would have 65536 * 1024
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0), (1, 0, 2, 3)])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_empty_axes(shape, chunk_size):

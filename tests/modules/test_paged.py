@@ -1,6 +1,7 @@
 """Attention over pages and ranges: lengths, tables, garbage, scales, memory; and cache writes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -256,24 +257,28 @@ def test_errors_say_what_to_do():
         jax.grad(lambda q: page_attention(q, kc, vc, lens, tables).sum())(q)
 
 
+def temporaries(fn, *args):
+    return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
 def test_memory_is_a_few_pages_a_row():
     batch, heads, groups, d, size, blocks = 4, 8, 2, 64, 16, 512
     shape = jax.ShapeDtypeStruct
-    cache = shape((batch * blocks, groups, size, d), jnp.float32)
-    args = (
-        shape((batch, heads, d), jnp.float32),
-        cache,
-        cache,
-        shape((batch,), jnp.int32),
-        shape((batch, blocks), jnp.int32),
-    )
-    made = jax.jit(page_attention).lower(*args).compile().memory_analysis()
+
+    def call(blocks):
+        cache = shape((batch * blocks, groups, size, d), jnp.float32)
+        rows = shape((batch, heads, d), jnp.float32), cache, cache, shape((batch,), jnp.int32)
+        return *rows, shape((batch, blocks), jnp.int32)
+
+    args = call(blocks)
     keys = batch * blocks * size * groups * d * 4
-    assert made.temp_size_in_bytes < keys // 4
+    used = temporaries(page_attention, *args)
+    assert used < keys // 2
+    assert temporaries(page_attention, *call(8 * blocks)) < used + keys // 100
     dense_keys = shape((batch, blocks * size, groups, d), jnp.float32)
     ends = shape((batch,), jnp.int32)
-    lowered = jax.jit(ragged_decode_attention).lower(args[0], dense_keys, dense_keys, ends, ends)
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < keys // 4
+    used = temporaries(ragged_decode_attention, args[0], dense_keys, dense_keys, ends, ends)
+    assert used < keys // 2
 
 
 # Packed queries
@@ -350,16 +355,21 @@ def test_packed_decode_equals_page_attention():
 def test_memory_of_packed_queries_is_a_few_pages_a_row():
     count, tokens, heads, groups, d, size, blocks = 4, 256, 8, 2, 64, 16, 512
     shape = jax.ShapeDtypeStruct
-    args = (
-        shape((tokens, heads, d), jnp.float32),
-        shape((count * blocks, size, 2 * groups, d), jnp.float32),
-        shape((count,), jnp.int32),
-        shape((count, blocks), jnp.int32),
-        shape((count + 1,), jnp.int32),
-        shape((), jnp.int32),
-    )
-    memory = jax.jit(ragged_page_attention).lower(*args).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < args[1].size * 4 // 2
+
+    def call(blocks):
+        return (
+            shape((tokens, heads, d), jnp.float32),
+            shape((count * blocks, size, 2 * groups, d), jnp.float32),
+            shape((count,), jnp.int32),
+            shape((count, blocks), jnp.int32),
+            shape((count + 1,), jnp.int32),
+            shape((), jnp.int32),
+        )
+
+    pages = call(blocks)[1].size * 4
+    used = temporaries(ragged_page_attention, *call(blocks))
+    assert used < pages
+    assert temporaries(ragged_page_attention, *call(8 * blocks)) < used + pages // 100
 
 
 # Writing
@@ -398,8 +408,13 @@ def test_donated_caches_are_not_copied():
     made = jax.jit(update_paged_cache, donate_argnums=(0, 1)).lower(*arrays, slots).compile()
     memory = made.memory_analysis()
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in arrays[:2])
-    copies = [line for line in made.as_text().splitlines() if " copy(f32[3," in line]
-    assert not copies
+    text = made.as_text()
+    assert re.search(r"input_output_alias=\{ \{0\}: \(0.*\{1\}: \(1", text)
+    of_a_cache = r" = f32\[3,2,4,[86]\]\S* copy\("
+    assert not re.search(of_a_cache, text)
+    assert re.search(
+        of_a_cache, jax.jit(update_paged_cache).lower(*arrays, slots).compile().as_text()
+    )
     caches = [x + 0 for x in arrays[:2]]
     update_paged_cache(*caches, *arrays[2:], slots, donate_cache=True)
     assert all(x.is_deleted() for x in caches)

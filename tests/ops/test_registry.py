@@ -89,21 +89,23 @@ def test_the_same_place_twice_is_refused_unless_replaced():
 def test_one_place_holds_several_priorities_best_first():
     for priority in (1, 3, -1):
         kernel_registry.register(OP, "xla", "any", priority=priority)(constant(priority))
-    assert names() == ["xla/any@3", "xla/any@1", "xla/any", "xla/any@-1"]
-    assert [e.priority for e in kernel_registry.list(OP)] == [3, 1, 0, -1]
+    ours = [name for name in names() if name.startswith("xla/")]
+    assert ours == ["xla/any@3", "xla/any@1", "xla/any", "xla/any@-1"]
+    priorities = [e.priority for e in kernel_registry.list(OP)]
+    assert priorities == sorted(priorities, reverse=True)
     assert_array_equal(run(), jnp.full_like(Q, 3))
 
 
 def test_a_kernel_for_another_device_refuses_here():
-    kernel_registry.register(OP, "triton", "gpu", priority=9)(constant(1))
-    assert kernel_registry.why_not(OP, canonical())["triton/gpu@9"] == (
+    kernel_registry.register(OP, "cuda", "gpu", priority=9)(constant(1))
+    assert kernel_registry.why_not(OP, canonical())["cuda/gpu@9"] == (
         "needs a GPU; this call is for cpu"
     )
     choice = Executor().choose(FlashAttention(), Q, K, V)
     assert choice.implementation.name == "xla/any"
-    assert "triton/gpu@9" in choice.refused
+    assert "cuda/gpu@9" in choice.refused
     with pytest.raises(UnsupportedError, match="needs a GPU"):
-        run(platform="triton")
+        run(platform="cuda")
 
 
 def test_unregister_takes_a_kernel_out():
@@ -190,9 +192,11 @@ def test_why_not_answers_for_each_entry():
     kernel_registry.register(
         OP, "xla", "cpu", requires=lambda args: "needs an even length", priority=1
     )(lambda args, cfg: ((args.query,), ()))
+    there = [e for e in kernel_registry.list(OP) if e.backend in ("gpu", "tpu")]
     assert kernel_registry.why_not(OP, canonical(causal=True)) == {
         "xla/cpu@1": "needs an even length",
         "xla/any": None,
+        **{e.name: f"needs a {e.backend.upper()}; this call is for cpu" for e in there},
     }
 
 

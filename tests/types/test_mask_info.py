@@ -396,3 +396,62 @@ def test_refusals_say_what_to_do(name):
 def test_float_ids_are_a_type_error():
     with pytest.raises(TypeError, match="`q_ids` must hold integers; got float32"):
         MaskInfo.from_segments(np.ones((1, 2), np.float32))
+
+
+def test_visualize_draws_blocks_of_pairs():
+    info = MaskInfo().apply_causal().apply_sliding_window((5, -1))
+    assert info.visualize(8, 12, max_rows=4, max_cols=6).splitlines() == [
+        "8 queries x 12 keys, batch 0, head 0; a character is 2 x 2: # all attend, + some, . none",
+        "##+...",
+        "+##+..",
+        ".+##+.",
+        "..+##+",
+    ]
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_visualize_one_pair_a_character_is_the_mask(batch):
+    mask = np.random.default_rng(0).random((2, 2, 7, 9)) < 0.8
+    info = dataclasses.replace(
+        MaskInfo.from_attention_mask(mask),
+        q_lengths=jnp.asarray([5, 7], jnp.int32),
+        kv_lengths=jnp.asarray([9, 6], jnp.int32),
+        q_segment_ids=jnp.asarray([[0, 0, 0, 1, 1, 1, -1]], jnp.int32),
+        kv_segment_ids=jnp.asarray([[0, 0, 1, 1, 1, 1, 1, 0, -1]], jnp.int32),
+    ).apply_causal()
+    expected = np.asarray(info.materialize())[batch, 1]
+    _, *rows = info.visualize(batch=batch, head=1).splitlines()
+    assert ["".join(".#"[x] for x in row) for row in expected.astype(int)] == rows
+    assert expected.any()
+
+
+def test_visualize_packed_sequences_and_long_masks():
+    info = MaskInfo.from_cu_seqlens([0, 3, 3, 5]).apply_causal()
+    assert info.visualize(6, 6).splitlines()[1:] == [
+        "#.....",
+        "##....",
+        "###...",
+        "...#..",
+        "...##.",
+        "......",
+    ]
+    long = MaskInfo().apply_causal().visualize(4096, 4096).splitlines()
+    assert (len(long), {len(row) for row in long[1:]}) == (33, {64})
+    assert long[1] == "++" + 62 * "."
+    assert long[-1] == 62 * "#" + "++"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_rows": 0}, "`max_rows` must be an int >= 1; got 0"),
+        ({"max_cols": 1.5}, "`max_cols` must be an int >= 1"),
+        ({"batch": 2}, r"`batch` must be in \[0, 2\); got 2"),
+        ({"head": -1}, "`head` must be in"),
+        ({"q_length": None}, "q_length"),
+    ],
+)
+def test_visualize_errors(options, message):
+    info = MaskInfo.from_lengths([3, 4]).apply_causal()
+    with pytest.raises(ValueError, match=message):
+        info.visualize(**({"q_length": 4, "kv_length": 4} | options))

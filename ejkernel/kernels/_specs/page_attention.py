@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _cases, _spec
-from ejkernel.kernels._specs import _common
+from ejkernel.kernels._specs import _common, _paged
 from ejkernel.ops.core.types import FwdParams
 
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -152,23 +152,11 @@ def publish(args: Any) -> dict[str, Any]:
 
 def check_values(values: dict[str, Any]) -> None:
     """Checks concrete lengths and tables, for `EJKERNEL_DEBUG`; traced ones pass."""
-    lens, tables = values["context_lens"], values["block_tables"]
-    if isinstance(lens, jax.core.Tracer) or isinstance(tables, jax.core.Tracer):
-        return
-    pages, _, page_size, _ = values["key_cache"].shape
-    lens, tables = np.asarray(lens), np.asarray(tables)
-    room = tables.shape[1] * page_size
-    if ((lens < 0) | (lens > room)).any():
-        raise ValueError(
-            f"`page_attention`: `context_lens` must be in [0, {room}], the room of a row of "
-            f"`block_tables`; got {lens.tolist()}."
-        )
-    used = np.arange(tables.shape[1])[None] * page_size < lens[:, None]
-    if (used & ((tables < 0) | (tables >= pages))).any():
-        raise ValueError(
-            f"`page_attention`: `block_tables` names a page outside [0, {pages}) within a "
-            f"sequence's length: {tables.tolist()}."
-        )
+    arrays = _paged.concrete(values, "context_lens", "block_tables")
+    if arrays is not None:
+        lens, tables = arrays
+        pages, _, page_size, _ = values["key_cache"].shape
+        _paged.check_tables("page_attention", "context_lens", lens, tables, (pages, page_size))
 
 
 def example_caches(args: Any, *names: str) -> dict[str, jax.Array]:

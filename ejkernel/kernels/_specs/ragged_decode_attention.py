@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import page_attention
+from ejkernel.kernels._specs import _paged, page_attention
 from ejkernel.ops.core.types import FwdParams
 
 
@@ -37,8 +37,9 @@ class RaggedDecodeAttentionArgs(_spec.OpArgs):
     # only a hint: a kernel that does not split keys has nothing to honour
     num_splits: int | None = _spec.static(default=None, unset=lambda value, args: True)
     return_lse: bool = _spec.static(default=False)
-    # whether the query of the call is [b, 1, h, d]; its outputs then have that axis too
-    token_axis: bool = _spec.hidden(default=False)
+    # whether the query of the call is [b, 1, h, d]; its outputs then have that axis too, and no
+    # kernel sees it
+    token_axis: bool = _spec.hidden(default=False, unset=lambda value, args: True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +77,24 @@ def canonicalize(values: dict[str, Any]) -> RaggedDecodeAttentionArgs:
     )
 
 
+def finish(args: RaggedDecodeAttentionArgs, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Outputs with the token axis that the query of the call has."""
+    if not args.token_axis:
+        return outputs
+    out, *lse = outputs
+    return out[:, None], *(x[..., None] for x in lse)
+
+
 def check_values(values: dict[str, Any]) -> None:
     """Checks concrete ranges, for `EJKERNEL_DEBUG`; traced ones pass."""
-    start, end = values["sequence_start"], values["sequence_end"]
-    if isinstance(start, jax.core.Tracer) or isinstance(end, jax.core.Tracer):
+    arrays = _paged.concrete(values, "sequence_start", "sequence_end")
+    if arrays is None:
         return
-    start, end, length = np.asarray(start), np.asarray(end), values["key"].shape[1]
-    if ((start < 0) | (end > length) | (start > end)).any():
+    (start, end), length = arrays, values["key"].shape[1]
+    if (row := _paged.first((start < 0) | (end > length) | (start > end))) is not None:
         raise ValueError(
             "`ragged_decode_attention`: `sequence_start` and `sequence_end` must be ranges within "
-            f"[0, {length}]; got {start.tolist()} and {end.tolist()}."
+            f"[0, {length}]; got [{start[row]}, {end[row]}) for sequence {row}."
         )
 
 
@@ -157,6 +166,7 @@ SPEC = _spec.OpSpec(
     scalars=page_attention.SCALARS,
     publish=page_attention.publish,
     debug=check_values,
+    finish=finish,
     shardable=frozenset({"b", "h", "g"}),
     aliases={"g": "h"},
 )

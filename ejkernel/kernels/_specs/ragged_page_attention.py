@@ -10,11 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, page_attention
+from ejkernel.kernels._specs import _common, _paged, page_attention
+from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import FwdParams
 
 
-def _default_scale(scale: float | None, args: Any) -> bool:
+def default_scale(scale: float | None, args: Any) -> bool:
     return scale in (None, _common.canonical_scale("", None, args.queries.shape[-1]))
 
 
@@ -28,7 +29,7 @@ class RaggedPageAttentionArgs(_spec.OpArgs):
     block_tables: Int[Array, "i m"]
     query_start_loc: Int[Array, "i1"]
     num_seqs: Integer[Array, "one"] = dataclasses.field(metadata={"ranks": (0,)})
-    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
+    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
         default=None, unset=page_attention.no_window
     )
@@ -89,16 +90,67 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionArgs:
 
 def check_values(values: dict[str, Any]) -> None:
     """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
-    names = ("context_lens", "query_start_loc", "num_seqs")
-    if any(isinstance(values[name], jax.core.Tracer) for name in names):
+    names = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
+    arrays = _paged.concrete(values, *names)
+    if arrays is None:
         return
-    lens, starts, count = (np.asarray(values[name]) for name in names)
-    steps = np.diff(starts)[: int(count.reshape(()))]
-    if (steps < 0).any() or (steps > lens[: len(steps)]).any():
-        raise ValueError(
-            "`ragged_page_attention`: `query_start_loc` must not decrease, and a sequence must not "
-            f"have more queries than context; got {starts.tolist()} and {lens.tolist()}."
+    op, (lens, tables, starts, number) = "ragged_page_attention", arrays
+    count = int(number.reshape(()))
+    if not 0 <= count <= len(lens):
+        raise ValueError(f"`{op}`: `num_seqs` must be in [0, {len(lens)}]; got {count}.")
+    lens, tables = lens[:count], tables[:count]
+    _paged.check_tables(op, "context_lens", lens, tables, values["kv_pages"].shape[:2])
+    _paged.check_starts(op, starts[: count + 1], "context_lens", lens, len(values["queries"]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedSpec(_spec.OpSpec):
+    """An op over `kv_pages`, whose heads are split like the queries'; one key head stays whole."""
+
+    def layout(self, args: Any) -> Layout | None:
+        made = super().layout(args)
+        if made is None:
+            return None
+        if args.kv_pages.shape[2] == 2:
+            return dataclasses.replace(made, localize=self._one_writer)
+        outputs = tuple(tuple("h" if a == "g2" else a for a in axes) for axes in made.outputs)
+        return dataclasses.replace(
+            made,
+            outputs=outputs,
+            shardable=made.shardable | {"g2"},
+            aliases=made.aliases | {"g2": "h"},
+            localize=self._whole_heads,
         )
+
+    def _one_writer(self, args: Any, offsets: dict[str, jax.Array]) -> Any:
+        """Refuses to write one key head on every device: nobody could tell that they agree."""
+        if self.written and offsets:
+            raise ValueError(
+                f"`{self.name}`: one key head in `kv_pages` cannot be split over devices that all "
+                "write it; repeat it, one a device, in `keys`, `values` and `kv_pages`, or call "
+                "the function in a `shard_map` of your own with `check_vma=False`."
+            )
+        return args
+
+    def _whole_heads(self, args: Any, offsets: dict[str, jax.Array]) -> Any:
+        """Refuses a piece of the pages that parts keys from their values."""
+        if args.kv_pages.shape[2] % 2:
+            raise ValueError(
+                f"`{self.name}`: the number of devices must divide the key heads; got pieces of "
+                f"{args.kv_pages.shape[2]} heads of `kv_pages`, where keys and values take turns."
+            )
+        return args
+
+
+def twin(args: Any, block: int) -> dict[str, int]:
+    """Two key heads, three sequences over a block and two pages each, and a few dozen queries."""
+    size, double = args.kv_pages.shape[1:3]
+    groups = min(double // 2, 2)
+    count, pages = min(args.block_tables.shape[0], 3), block // max(size, 1) + 2
+    heads = groups * (args.queries.shape[1] // max(double // 2, 1))
+    sizes = {"i": count, "i1": count + 1, "m": pages, "p": count * pages}
+    tokens = args.queries.shape[0]
+    return sizes | {"n": 40 + tokens % 8, "h": heads, "g": groups, "g2": 2 * groups}
 
 
 def examples(args: RaggedPageAttentionArgs) -> dict[str, jax.Array]:
@@ -159,7 +211,7 @@ def _count(value: Any) -> Any:
     return np.asarray(value, np.int32) if isinstance(value, int) else value
 
 
-SPEC = _spec.OpSpec(
+SPEC = PagedSpec(
     name="ragged_page_attention",
     args=RaggedPageAttentionArgs,
     canonicalize=canonicalize,
@@ -170,8 +222,11 @@ SPEC = _spec.OpSpec(
     cases=cases,
     changes=changes,
     examples=examples,
+    twin=twin,
     config=RaggedPageAttentionConfig,
     scalars=page_attention.SCALARS | {"num_seqs": _count},
     publish=page_attention.publish,
     debug=check_values,
+    shardable=frozenset({"h", "g"}),
+    aliases={"g": "h"},
 )

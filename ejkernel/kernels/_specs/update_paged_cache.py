@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ejkernel.kernels import _spec
+from ejkernel.kernels._specs import _paged
 
 
 @_spec.op_args
@@ -21,7 +22,7 @@ class UpdatePagedCacheArgs(_spec.OpArgs):
     keys: Shaped[Array, "n g d"]
     values: Shaped[Array, "n g e"]
     slot_mapping: Int[Array, "n"]
-    # about buffers outside a jit: the public function acts on it, no kernel can
+    # about buffers outside a jit, which no kernel can see
     donate_cache: bool = _spec.static(default=False, unset=lambda value, args: True)
 
 
@@ -51,16 +52,17 @@ def canonicalize(values: dict[str, Any]) -> UpdatePagedCacheArgs:
 
 def check_values(values: dict[str, Any]) -> None:
     """Checks concrete slots, for `EJKERNEL_DEBUG`; traced ones pass."""
-    if isinstance(values["slot_mapping"], jax.core.Tracer):
-        return
-    slots = np.asarray(values["slot_mapping"])
-    room = values["key_cache"].shape[0] * values["key_cache"].shape[2]
-    used = slots[slots >= 0]
-    if (slots < -1).any() or (used >= room).any() or len(np.unique(used)) < len(used):
-        raise ValueError(
-            f"`update_paged_cache`: `slot_mapping` must hold different slots in [0, {room}), or "
-            f"-1; got {slots.tolist()}."
+    arrays = _paged.concrete(values, "slot_mapping")
+    if arrays is not None:
+        room = values["key_cache"].shape[0] * values["key_cache"].shape[2]
+        (slots,) = arrays
+        rule = (
+            f"`update_paged_cache`: `slot_mapping` must hold different slots in [0, {room}) or -1"
         )
+        if (token := _paged.first((slots < -1) | (slots >= room))) is not None:
+            raise ValueError(f"{rule}; got {slots[token]} for token {token}.")
+        if (pair := _paged.repeated(slots)) is not None:
+            raise ValueError(f"{rule}; got {slots[pair[0]]} for tokens {pair[0]} and {pair[1]}.")
 
 
 def examples(args: UpdatePagedCacheArgs) -> dict[str, jax.Array]:
@@ -74,6 +76,11 @@ def examples(args: UpdatePagedCacheArgs) -> dict[str, jax.Array]:
         if name != "slot_mapping" and jnp.issubdtype(array.dtype, jnp.integer):
             made[name] = jax.random.randint(jax.random.key(index), array.shape, -100, 100)
     return made
+
+
+def twin(args: UpdatePagedCacheArgs, block: int) -> dict[str, int]:
+    """Two heads, a few pages and tokens."""
+    return {"p": 5, "g": 2, "n": 9}
 
 
 def _values(shape: tuple[int, ...], slots: list[int], dtype: Any, key: jax.Array) -> dict[str, Any]:
@@ -119,7 +126,9 @@ SPEC = _spec.OpSpec(
     # nothing to see in the numbers: whose memory the result takes
     changes=lambda: {"donate_cache": {"donate_cache": True}},
     examples=examples,
+    twin=twin,
     config=UpdatePagedCacheConfig,
     debug=check_values,
+    written=("key_cache", "value_cache"),
     shardable=frozenset({"g"}),
 )

@@ -73,9 +73,3 @@ class RaggedDecodeAttention(_op_kernel.OpKernel):
 
     op = "ragged_decode_attention"
     function = ragged_decode_attention
-
-    def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
-        if args.token_axis:
-            out, *lse = outputs
-            outputs = (out[:, None], *(x[..., None] for x in lse))
-        return super().finish(args, outputs)

@@ -58,9 +58,10 @@ def ragged_page_attention(
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
-      mesh: Not supported yet: every axis must be left whole.
-      in_specs: With `mesh`.
-      out_specs: With `mesh`.
+      mesh: Devices to split heads over, with `in_specs` and `out_specs`.
+      in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived. The
+        heads of `kv_pages` are split like those of `queries`; a single key head stays whole.
+      out_specs: PartitionSpec of the output, or of output and lse.
 
     Returns:
       The output in the dtype of `queries`, or output and lse.

@@ -1,14 +1,10 @@
 """`update_paged_cache`: new tokens into pages, and the two layouts of pages."""
 
-import functools
-import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from ejkernel.errors import EjkernelWarning
 from ejkernel.kernels import _op_kernel
 from ejkernel.kernels._specs.update_paged_cache import UpdatePagedCacheConfig
 
@@ -51,31 +47,7 @@ def update_paged_cache(
     Returns:
       Both caches.
     """
-    call = locals()
-    if any(isinstance(x, jax.core.Tracer) for x in (key_cache, value_cache, keys, values)):
-        return _op_kernel.call(UpdatePagedCache, call)
-    if not donate_cache:
-        warnings.warn(
-            "`update_paged_cache`: outside a jit the whole cache is copied; call it inside a jit "
-            "that donates the cache, or pass `donate_cache=True`.",
-            EjkernelWarning,
-            stacklevel=2,
-        )
-        return _op_kernel.call(UpdatePagedCache, call)
-    arrays = [call.pop(name) for name in ("key_cache", "value_cache")]
-    others = {name: call.pop(name) for name in ("keys", "values", "slot_mapping")}
-    return _donating(tuple(call.items()))(*arrays, **others)
-
-
-@functools.lru_cache(maxsize=64)
-def _donating(options: tuple[tuple[str, Any], ...]) -> Any:
-    """The op with given options as a jitted function that takes both caches over."""
-
-    def run(key_cache: Any, value_cache: Any, **others: Any) -> Any:
-        caches = {"key_cache": key_cache, "value_cache": value_cache}
-        return _op_kernel.call(UpdatePagedCache, caches | others | dict(options))
-
-    return jax.jit(run, donate_argnums=(0, 1))
+    return _op_kernel.call(UpdatePagedCache, locals())
 
 
 class UpdatePagedCache(_op_kernel.OpKernel):
@@ -83,15 +55,6 @@ class UpdatePagedCache(_op_kernel.OpKernel):
 
     op = "update_paged_cache"
     function = update_paged_cache
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
-        call = super().bind(args, kwargs, cfg)
-        if call["donate_cache"]:
-            raise ValueError(
-                "`update_paged_cache`: an executor does not give arrays away; pass "
-                "`donate_cache=True` to the function, or donate in a jit of your own."
-            )
-        return call
 
 
 def pages_to_interleaved(

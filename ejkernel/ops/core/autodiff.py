@@ -5,6 +5,7 @@ mode transposes the map, which calls the op's backward kernel; forward mode runs
 differentiating a derivative uses its twin in plain JAX (both from the op's differentiable formula).
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -69,6 +70,12 @@ linear_map_p = Primitive("ejkernel_linear_map")
 linear_map_p.multiple_results = True
 # an eager gradient compiles its backward once; the map is that of the cached forward program
 linear_map_p.def_impl(lambda *operands, **params: _compiled(**params)(*operands))
+# A backward may hold a custom_partitioning, which only shows when the map is lowered; JAX must be
+# told that the devices will be asked for.
+with contextlib.suppress(ImportError, AttributeError):
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.add(linear_map_p)
 linear_map_p.def_abstract_eval(lambda *_, linear, num_residuals, out_avals: list(out_avals))
 mlir.register_lowering(linear_map_p, mlir.lower_fun(_run, multiple_results=True))
 

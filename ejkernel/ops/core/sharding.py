@@ -25,6 +25,8 @@ class Layout:
     # (local arguments, offsets of the local block by axis) -> arguments that mean the same locally
     localize: Callable[[Any, dict[str, jax.Array]], Any]
     instead: str  # what to use to split another axis
+    # axes that no other mesh axes may split, such as tokens by the ring they travel on
+    only: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
 
 
 def apply(
@@ -144,6 +146,11 @@ def _check_axis(
         raise ValueError(
             f"`{op}`: the spec of `{name}` names mesh axes {unknown}; the mesh has "
             f"{tuple(mesh.shape)}."
+        )
+    if over != (allowed := layout.only.get(axis, over)):
+        raise ValueError(
+            f"`{op}`: the spec of `{name}` splits axis {axis!r} over {over}; only {allowed} may "
+            "split it."
         )
 
 

@@ -15,6 +15,8 @@ def _common(args: Any) -> str | None:
         return f"needs head sizes that are multiples of 8, at most 256; got {d} and {e}"
     if 0 in (*args.query.shape, *args.key.shape, *args.value.shape):
         return "needs arrays that are not empty"
+    if args.softmax_scale <= 0:
+        return f"gives nan for a softmax_scale that is not positive; got {args.softmax_scale}"
     if args.q_positions is not None or args.kv_positions is not None:
         return "needs the usual positions"
     left, right = args.sliding_window
@@ -29,6 +31,12 @@ def _common(args: Any) -> str | None:
 def _fused_requires(args: Any) -> str | None:
     if private.library() is None:
         return "this version of JAX has other cuDNN primitives"
+    if args.bias is not None:
+        t, s = args.query.shape[1], args.key.shape[1]
+        if args.bias.shape[2:] != (t, s) or t % 2 or s % 2:
+            return f"needs a bias over all pairs, of even lengths; got {args.bias.shape}"
+        if args.bias.dtype != args.query.dtype:
+            return f"needs a bias of the query's dtype; got {args.bias.dtype}"
     return _common(args)
 
 
@@ -46,7 +54,8 @@ kernel_registry.register(
     "flash_attention",
     Platform.CUDNN,
     Backend.GPU,
-    honours={"causal", "softmax_scale", "sliding_window", "return_lse"},
+    # lengths are not in it: what lies beyond them leaks when it is nan
+    honours={"causal", "softmax_scale", "sliding_window", "bias", "return_lse"},
     requires=_fused_requires,
     backward=fused.backward,
     backward_requires=_backward_requires,

@@ -10,18 +10,13 @@ from ejkernel.kernels._cudnn.flash_attention import private
 
 def _mask_type(args: Any) -> Any:
     kinds = private.library().MaskType
-    if args.cum_seqlens_q is not None:
-        return kinds.PADDING
     return kinds.CAUSAL if args.sliding_window[1] == 0 else kinds.NO_MASK
 
 
 def _operands(args: Any) -> list[Any]:
     absent = jnp.zeros(0, args.query.dtype)
-    lengths = [absent, absent]
-    if args.cum_seqlens_q is not None:
-        lengths = [jnp.diff(args.cum_seqlens_q), jnp.diff(args.cum_seqlens_k)]
-    bias = absent if args.bias is None else args.bias.astype(args.query.dtype)
-    return [args.query, args.key, args.value, bias, *lengths, *[absent] * 4]
+    bias = absent if args.bias is None else args.bias
+    return [args.query, args.key, args.value, bias, *[absent] * 6]
 
 
 def _options(args: Any, dbias: bool) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def backward(
     options = _options(args, dbias="bias" in wanted)
     dout = cotangents[0].astype(args.query.dtype)
     grads = private.backward(_operands(args), residuals[0], outputs[0], dout, options)
-    made = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
+    made: dict[str, jax.Array] = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
     if "bias" in wanted:
         made["bias"] = made["bias"].astype(args.bias.dtype)
     return made

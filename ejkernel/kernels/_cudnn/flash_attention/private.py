@@ -39,7 +39,7 @@ def _extra() -> dict[str, Any]:
 
 
 def forward(operands: list[Any], options: dict[str, Any]) -> tuple[Any, Any]:
-    """out [b, t, h, e] and lse float32 [b, h, t]; operands as the primitive has them."""
+    """Out [b, t, h, e] and lse float32 [b, h, t]; operands as the primitive has them."""
     primitive = library()._dot_product_attention_fwd_p_wrapper
     out, lse = primitive.bind(*operands, **options, **_extra(), is_training=True)
     return out, lse

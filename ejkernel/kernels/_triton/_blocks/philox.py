@@ -15,7 +15,7 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def words(seed, c0, c1, c2, c3):
-    """Four words of each counter; `seed` points to (low, high), counters are uint32 of one shape."""
+    """Four words of each counter; `seed` points to (low, high), counters are uint32 alike."""
     k0 = tl.load(seed)
     k1 = tl.load(seed + 1)
     for _ in tl.static_range(10):
@@ -26,7 +26,9 @@ def words(seed, c0, c1, c2, c3):
 
 
 @triton.jit
-def keep(seed, i_b, i_h, o_q, first_key, BQ: tl.constexpr, BK: tl.constexpr, THRESHOLD: tl.constexpr):
+def keep(
+    seed, i_b, i_h, o_q, first_key, BQ: tl.constexpr, BK: tl.constexpr, THRESHOLD: tl.constexpr
+):
     """Which pairs are kept, [BQ, BK]; one counter serves four neighbouring keys."""
     quads = (first_key // 4 + tl.arange(0, BK // 4)).to(tl.uint32)
     zero = tl.zeros([BQ, BK // 4], tl.uint32)

@@ -10,6 +10,9 @@ import numpy as np
 from ejkernel.callib import next_power_of_2
 from ejkernel.kernels._triton._blocks import ranges
 
+# Sizes that the code does not depend on: a call and its reduced twin share one compiled kernel.
+# Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
+LOOSE = ("num_heads", "offset", "left", "right", "num_sinks")
 _LOG2_E = 1.4426950408889634
 
 

@@ -22,7 +22,8 @@ def _step(
     k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s, left, right,
     num_q, num_k,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr,
+    UNITS: tl.constexpr,
     CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
     POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -31,7 +32,14 @@ def _step(
     row = j * BK
     o_k = row + tl.arange(0, BK)
     b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, MASKED)
+    # keys that nobody sees may hold nan, and 0 * nan is nan: a value that is not finite marks its
+    # key. A causal mask alone hides a key from some queries only, and its tiles are left as fast.
+    WARY: tl.constexpr = (MASKED and (LEFT or IDS >= 1)) or (mask is not None)
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
+    if WARY:
+        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
+        dots = tl.where(addresses.spoiled(b_v)[None, :], float("nan"), dots)
+        b_v = addresses.finite(b_v)
     b_kp = o_k
     if POSITIONS:
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
@@ -53,26 +61,20 @@ def _step(
         )  # fmt: skip
         x = tl.where(seen, x, float("-inf"))
     if mask is not None:
-        given = addresses.load_pairs(
-            mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k
-        )
+        given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
         x = tl.where(given != 0, x, float("-inf"))
     m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKED or BIAS or (mask is not None))
     if THRESHOLD is not None:
         kept = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
         p = tl.where(kept, p * KEPT, 0.0)
-    b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
-    if MASKED and IDS >= 1:  # a key of no sequence may hold nan, and 0 * nan is nan
-        valid = b_ki >= 0
-        if IDS >= 2:
-            valid &= b_ki_2 >= 0
-        b_v = tl.where(valid[:, None], b_v, 0.0)
+    if not WARY:
+        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
     return m, l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=call.LOOSE)
 def flash_attention_fwd_kernel(
     query, key, value, bias, mask, sinks, slopes, seed, dropout_offset,
     q_ids, k_ids, q_ids_2, k_ids_2, q_positions, k_positions, table,
@@ -82,7 +84,8 @@ def flash_attention_fwd_kernel(
     out, lse,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr, IDS: tl.constexpr,
+    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr,
+    IDS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr, KEPT: tl.constexpr,
     HEAD: tl.constexpr, TAIL: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +153,8 @@ def flash_attention_fwd_kernel(
             m, l, acc = _step(
                 m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
                 q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP, BIAS,
+                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
+                CAP, BIAS,
                 SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True,
             )  # fmt: skip
     # 2. blocks that need no mask
@@ -158,7 +162,8 @@ def flash_attention_fwd_kernel(
         m, l, acc = _step(
             m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
             q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-            mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP, BIAS,
+            mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP,
+            BIAS,
             SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False,
         )  # fmt: skip
     # 3. the diagonal, the end of a segment, the last block
@@ -167,7 +172,8 @@ def flash_attention_fwd_kernel(
             m, l, acc = _step(
                 m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
                 q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP, BIAS,
+                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
+                CAP, BIAS,
                 SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True,
             )  # fmt: skip
 
@@ -208,8 +214,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         *made.sizes(table),
         grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
         out_shape=out_shape,
-        num_warps=cfg.num_warps,
-        num_stages=cfg.num_stages,
+        **cfg.launch(),
         BN=made.sink_block,
         HEAD=made.key_head,
         TAIL=made.tail,

@@ -1,31 +1,30 @@
-"""Token axes cut into chunks, of rows or of packed sequences, and sums of log gates in a chunk.
+"""Token axes cut into chunks, of rows or of packed sequences, and the decays inside a chunk.
 
-No sum of gates is a difference of two longer sums: each adds the gates of its own steps only, so
-that a weak gate after a strong one keeps all its digits.
+A decay is the product of the gates of its own steps, never a quotient of two longer products: a
+weak gate after a strong one keeps all its digits, and no gate is too strong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-# exp is 0 long before; a gate of -inf would make nan of 0 * inf in the sums
-LOWEST = -1e4
 
 
 class Chunks:
     """Where tokens [b, t, …] go in [m, b, …, c, …]: m chunks of c tokens, no chunk of two rows."""
 
-    def __init__(self, t: int, size: int, cu_seqlens: jax.Array | None, reverse: bool):
+    def __init__(
+        self, t: int, size: int, at_once: int, cu_seqlens: jax.Array | None, reverse: bool
+    ):
         self.t, self.size, self.reverse = t, size, reverse
         self.sequence = None  # [m], of each chunk; the number of sequences when unused
-        if cu_seqlens is None:
-            self.count = -(-t // size)
+        rows = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        needed = -(-t // size) if rows is None else t // size + rows if t and rows > 0 else 0
+        self.at_once = max(min(at_once, needed), 1)
+        self.count = -(-needed // self.at_once) * self.at_once
+        if cu_seqlens is None or rows is None:
             return
-        rows = cu_seqlens.shape[0] - 1
-        self.count = t // size + rows if t and rows > 0 else 0
         if not self.count:
             self.sequence = jnp.zeros(0, jnp.int32)
             return
@@ -73,70 +72,82 @@ class Chunks:
         return jnp.take(x, self.place, axis=1, mode="fill", fill_value=0)
 
 
-def each(body: Callable[[Any], Any], xs: Any, at_once: int) -> Any:
-    """`body` of each chunk, a number of chunks at once."""
-    count = jax.tree.leaves(xs)[0].shape[0]
-    if count <= at_once:
-        return jax.vmap(body)(xs)
-    return jax.lax.map(body, xs, batch_size=None if at_once == 1 else at_once)
+def scan(body: Callable, carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
+    """`lax.scan`; of one step, no loop."""
+    if jax.tree.leaves(xs)[0].shape[0] != 1:
+        return jax.lax.scan(body, carry, xs, reverse=reverse)
+    carry, made = body(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda x: x[None], made)
 
 
-class Level(NamedTuple):
-    """Sums of gates in blocks of L steps, [.., c / L, L, x]."""
+class Decays(NamedTuple):
+    """Decays [.., c / L, L, x] in blocks of L steps; a width x of 1 serves every element."""
 
-    start: jax.Array  # the block's first step to this one, inclusive
-    end: jax.Array  # after this step to the block's end
-
-
-class Sums(NamedTuple):
-    """Sums of the gates [.., c, x] of a chunk, over the steps between two of its tokens."""
-
-    inside: jax.Array  # [.., n, p, p, x] in parts of p: after the second index to the first
-    levels: tuple[Level, ...]  # blocks of p, 2p, …, c steps
-
-    @property
-    def start(self) -> jax.Array:
-        """[.., c, x] the chunk's first step to this one, inclusive."""
-        return self.levels[-1].start[..., 0, :, :]
-
-    @property
-    def end(self) -> jax.Array:
-        """[.., c, x] after this step to the chunk's end."""
-        return self.levels[-1].end[..., 0, :, :]
-
-    @property
-    def total(self) -> jax.Array:
-        """[.., x] the whole chunk."""
-        return self.levels[-1].start[..., 0, -1, :]
+    start: jax.Array  # of the block's first step to this one, inclusive
+    end: jax.Array  # of the steps after this one to the block's end
 
 
-def sums(gates: jax.Array, part: int, exact: Any) -> Sums:
-    """In a part, products with zeros and ones; larger blocks add the total of their other half."""
-    *lead, c, x = gates.shape
-    gates = jnp.maximum(gates, LOWEST).reshape(*lead, c // part, part, x)
-
-    def add(pattern: np.ndarray) -> jax.Array:
-        flat = jnp.asarray(pattern.reshape(-1, part), gates.dtype)
-        made = jnp.einsum("iu,...ux->...ix", flat, gates, precision=exact)
-        return made.reshape(*gates.shape[:-2], *pattern.shape[:-1], x)
-
-    steps = np.arange(part)
-    i, j, u = np.ix_(steps, steps, steps)
-    levels = [Level(add(steps[None] <= steps[:, None]), add(steps[None] > steps[:, None]))]
-    while levels[-1].start.shape[-2] < c:
-        (start, end), totals = levels[-1], halves(levels[-1].start[..., -1:, :])
-        (start0, start1), (end0, end1) = halves(start), halves(end)
+def decays(gates: jax.Array) -> tuple[Decays, ...]:
+    """From log gates [.., c, x], the decays in blocks of 1, 2, 4, …, c steps."""
+    start = jnp.exp(gates)[..., :, None, :]
+    levels = [Decays(start, jnp.ones_like(start))]
+    while levels[-1].start.shape[-3] > 1:
+        (start0, start1), (end0, end1) = (halves(x) for x in levels[-1])
         levels.append(
-            Level(
-                jnp.concatenate([start0, start1 + totals[0]], axis=-2),
-                jnp.concatenate([end0 + totals[1], end1], axis=-2),
+            Decays(
+                jnp.concatenate([start0, start1 * start0[..., -1:, :]], axis=-2),
+                jnp.concatenate([end0 * start1[..., -1:, :], end1], axis=-2),
             )
         )
-    return Sums(add((j < u) & (u <= i)), tuple(levels))
+    return tuple(levels)
+
+
+def gate_gradients(
+    top: Decays, total: jax.Array, inner: Sequence[tuple[jax.Array, jax.Array]]
+) -> jax.Array:
+    """Gradients of log gates from those of the logs of decays: the transpose of `decays`.
+
+    `top` and `total` are those of the chunk; `inner`, for blocks of 1, 2, … steps, those of
+    `start` in second and of `end` in first halves. All are added, none is taken from another.
+    """
+    start, end = top
+    while (size := start.shape[-2]) > 1:
+        (start0, start1), (end0, end1) = (
+            (x[..., : size // 2, :], x[..., size // 2 :, :]) for x in (start, end)
+        )
+        # every decay of a second half's token from the start has all of the first half in it
+        total = _interleave(total + start1.sum(axis=-2), total + end0.sum(axis=-2), -2)
+        level = (size // 2).bit_length() - 1
+        if level < len(inner):
+            start1, end0 = start1 + inner[level][0], end0 + inner[level][1]
+        start, end = _interleave(start0, start1, -3), _interleave(end0, end1, -3)
+    return start[..., 0, :] + total
+
+
+def _interleave(first: jax.Array, second: jax.Array, axis: int) -> jax.Array:
+    both = jnp.stack([first, second], axis=axis)  # [.., n, 2, ..]
+    place = both.ndim + axis
+    return both.reshape(*both.shape[: place - 1], -1, *both.shape[place + 1 :])
+
+
+def pairs(levels: Sequence[Decays]) -> jax.Array:
+    """Decays [.., c, c] between tokens for gates of width 1; 0 to an earlier token."""
+    made = jnp.ones_like(levels[0].start)
+    for start, end in levels[:-1]:
+        first, second = halves(made)
+        below = halves(start)[1] * halves(end)[0].swapaxes(-1, -2)
+        made = jnp.concatenate(
+            [
+                jnp.concatenate([first, jnp.zeros_like(first)], axis=-1),
+                jnp.concatenate([below, second], axis=-1),
+            ],
+            axis=-2,
+        )
+    return made[..., 0, :, :]
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Blocks [.., 2m, L, x] as the first and the second ones of each pair."""
     *lead, count, size, width = x.shape
-    pairs = x.reshape(*lead, count // 2, 2, size, width)
-    return pairs[..., 0, :, :], pairs[..., 1, :, :]
+    both = x.reshape(*lead, count // 2, 2, size, width)
+    return both[..., 0, :, :], both[..., 1, :, :]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import finite, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import finite, multiply, wide
 
 
 class Keys(NamedTuple):
@@ -35,7 +35,6 @@ def attend(
     batch, t, num_q_heads, head_dim = query.shape
     groups, width = sizes
     repeat, dtype = num_q_heads // groups, wide(query.dtype)
-    exact = precision(query.dtype)
     q = query.reshape(batch, t, groups, repeat, head_dim).transpose(0, 2, 3, 1, 4)
     factor = _scale(args, dtype)
 
@@ -43,23 +42,17 @@ def attend(
         block = fetch(i)
         # int8 and float8 fit into every float that a query may have
         key, value = block.key.astype(q.dtype), block.value.astype(q.dtype)
-        # a value that is not finite marks its key: a weight of zero must not meet it
-        spoiled = ~jnp.isfinite(value).all(axis=-1, keepdims=True)
-        key, value = jnp.where(spoiled, jnp.nan, key), finite(value)
-        x = jnp.einsum("bgrtd,bgsd->bgrts", q, key, precision=exact, preferred_element_type=dtype)
+        # a value that is not finite marks its logits: a weight of zero must not meet it
+        spoiled = ~jnp.isfinite(value).all(axis=-1)[:, :, None, None]  # [b, g, 1, 1, s]
+        x = multiply("bgrtd,bgsd->bgrts", q, key)
+        x = jnp.where(spoiled, jnp.nan, x)
         distance = block.position[:, None, :] - last[:, :, None]  # [b, t, s]
         x = _shape_logits(args, x * factor, distance)
         seen = (block.position >= first[:, None])[:, None] & (distance <= 0)
         if (left := args.sliding_window[0]) is not None:
             seen = seen & (distance >= -left)
         m, weights, alpha = softmax.weigh(state.m, jnp.where(seen[:, None, None], x, -jnp.inf))
-        values = jnp.einsum(
-            "bgrts,bgse->bgrte",
-            weights.astype(q.dtype),
-            value,
-            precision=exact,
-            preferred_element_type=dtype,
-        )
+        values = multiply("bgrts,bgse->bgrte", weights.astype(q.dtype), finite(value))
         total = state.l * alpha + weights.sum(axis=-1)
         return softmax.State(m, total, state.acc * alpha[..., None] + values)
 
@@ -67,22 +60,22 @@ def attend(
     state = loops.fori(*steps, step, loops.vary_like(state, query))
     out, lse = softmax.finish(softmax.add_sinks(state, _sinks(args, groups, repeat, dtype)))
     if args.v_scale is not None:
-        out = out * args.v_scale.astype(dtype)[:, None, None, None]
+        out = out * args.v_scale.astype(dtype)[None, :, None, None, None]
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, t, num_q_heads, width)
     return out.astype(query.dtype), lse.reshape(batch, num_q_heads, t)
 
 
 def _scale(args: Any, dtype: Any) -> Any:
-    """What products of queries and cached keys are multiplied by, [g, 1, 1, 1] or a number."""
+    """What products of queries and cached keys are multiplied by, [1, g, 1, 1, 1] or a number."""
     if args.k_scale is None:
         return args.softmax_scale
-    return args.softmax_scale * args.k_scale.astype(dtype)[:, None, None, None]
+    return args.softmax_scale * args.k_scale.astype(dtype)[None, :, None, None, None]
 
 
 def _shape_logits(args: Any, x: jax.Array, distance: jax.Array) -> jax.Array:
     """Slopes and the cap; x is [b, g, r, t, s], distance [b, t, s]."""
     if args.alibi_slopes is not None:
-        slopes = args.alibi_slopes.astype(x.dtype).reshape(*x.shape[1:3], 1, 1)
+        slopes = args.alibi_slopes.astype(x.dtype).reshape(1, *x.shape[1:3], 1, 1)
         x = x + slopes * distance[:, None, None].astype(x.dtype)
     cap = args.logits_soft_cap
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -107,10 +100,11 @@ class Pages(NamedTuple):
 
     def fetch(self, i: Any, take: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> Keys:
         """Step i; `take(ids [b, c])` gives keys and values [b, c, g, w, d]."""
-        index = self.low[:, None] + i * self.count + jnp.arange(self.count, dtype=jnp.int32)
+        index = self.low[:, None] + i * self.count + jnp.arange(self.count, dtype=jnp.int32)[None]
         # past the end of a table stands its last page, at a position after every query
         ids = jnp.take_along_axis(self.table, jnp.minimum(index, self.table.shape[1] - 1), axis=1)
-        position = index[:, :, None] * self.size + jnp.arange(self.size, dtype=jnp.int32)
+        slot = jnp.arange(self.size, dtype=jnp.int32)[None, None]
+        position = index[:, :, None] * self.size + slot
         key, value = (_join(x) for x in take(ids))
         return Keys(key, value, position.reshape(index.shape[0], self.count * self.size))
 
@@ -140,3 +134,39 @@ def _join(x: jax.Array) -> jax.Array:
     """[b, c, g, w, d] -> [b, g, c * w, d]."""
     batch, count, groups, size, width = x.shape
     return x.transpose(0, 2, 1, 3, 4).reshape(batch, groups, count * size, width)
+
+
+def places(
+    starts: jax.Array, lens: jax.Array, count: jax.Array, tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sequence and position of each packed token, [tokens]; position -1 for tokens of none.
+
+    A sequence's tokens are the last of its length; only the first `count` sequences have any.
+    """
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    starts = jnp.clip(starts, 0, tokens)
+    index = jnp.arange(lens.shape[0], dtype=jnp.int32)
+    # sequences that do not count may start anywhere
+    ends = jnp.where(index < count, starts[1:], tokens + 1)
+    owner = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    real = (owner < jnp.minimum(count, lens.shape[0])) & (token >= starts[0])
+    owner = jnp.minimum(owner, lens.shape[0] - 1)
+    position = lens[owner] - (starts[owner + 1] - token)
+    return owner, jnp.where(real & (position >= 0), position, -1)
+
+
+def narrow(new: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    """Tokens [n, g, d] as a cache of a dtype holds them: divided by the scale, then rounded.
+
+    What is too large for int8 or float8 becomes the largest that fits.
+    """
+    new = new.astype(wide(new.dtype))
+    if scale is not None:
+        new = new / scale.astype(new.dtype)[None, :, None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        new, limits = jnp.round(new), jnp.iinfo(dtype)
+    else:
+        limits = jnp.finfo(dtype)
+    if jnp.dtype(dtype).itemsize == 1:
+        new = jnp.clip(new, float(limits.min), float(limits.max))
+    return new.astype(dtype)

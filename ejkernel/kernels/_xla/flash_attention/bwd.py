@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, precision
+from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply
 from ejkernel.kernels._xla.flash_attention import config
 
 
@@ -122,10 +122,7 @@ def _key_block(pairs: Pairs, x: _Operands, state: Any, b: Any, g: Any, j: Any) -
     first = Tile(b, g, 0, j)
     k_tile, v_tile = pairs.k_block(x.k, first), pairs.k_block(x.v, first)  # [bb, gg, bk, d]
     k_transposed = pairs.k_block(x.k_clean, first).swapaxes(2, 3)
-    dtype, exact = x.q.dtype, precision(x.q.dtype)
-
-    def multiply(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=pairs.dtype)
+    dtype = x.q.dtype
 
     def step(i: Any, carry: Any) -> Any:
         (dq, dbias), dk, dv = carry

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply, wide
 from ejkernel.kernels._xla.flash_attention import config
 
 
@@ -52,32 +52,18 @@ def _row_block(pairs, q, k, v, sinks, b, g, i) -> tuple[jax.Array, jax.Array]:
     """Output and lse of one block of queries for one block of rows and heads."""
     first = Tile(b, g, i, 0)
     q_tile = pairs.q_block(q, first)  # [bb, gg, r, bq, d]
-    exact = precision(q.dtype)
 
     def step(j: Any, state: softmax.State) -> softmax.State:
         at = Tile(b, g, i, j)
         k_tile, v_tile = pairs.k_block(k, at), pairs.k_block(v, at)
-        dots = jnp.einsum(
-            "bgrtd,bgsd->bgrts",
-            q_tile,
-            k_tile,
-            precision=exact,
-            preferred_element_type=pairs.dtype,
-        )
-        x = pairs.logits(dots, at, "ts")
+        x = pairs.logits(multiply("bgrtd,bgsd->bgrts", q_tile, k_tile), at, "ts")
         seen = pairs.visible(at, "ts")
         x = x if seen is None else jnp.where(seen, x, -jnp.inf)
         m, weights, alpha = softmax.weigh(state.m, x)
         total = state.l * alpha + weights.sum(axis=-1)
         drop = pairs.dropout(at, "ts")
         weights = weights if drop is None else weights * drop
-        values = jnp.einsum(
-            "bgrts,bgse->bgrte",
-            weights.astype(v.dtype),
-            v_tile,
-            precision=exact,
-            preferred_element_type=pairs.dtype,
-        )
+        values = multiply("bgrts,bgse->bgrte", weights.astype(v.dtype), v_tile)
         return softmax.State(m, total, state.acc * alpha[..., None] + values)
 
     state = softmax.init(q_tile.shape[:-1], v.shape[-1], pairs.dtype)

@@ -4,6 +4,6 @@ from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 from ejkernel.kernels._xla.gla import bwd, fwd
 from ejkernel.kernels._xla.linear_recurrence import config
 
-kernel_registry.register("gla", Platform.XLA, Backend.ANY, backward=bwd.backward, config=config)(
-    fwd.forward
-)
+kernel_registry.register(
+    "gla", Platform.XLA, Backend.ANY, backward=bwd.backward, config=config, version=2
+)(fwd.forward)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import pad, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import multiply, pad, wide
 from ejkernel.kernels._xla.grouped_matmul import config, fwd, plan
 
 
@@ -55,13 +55,7 @@ def _batched(args: Any, dout: jax.Array, wanted: frozenset[str]) -> dict[str, ja
 
 def _over_rows(left: jax.Array, right: jax.Array) -> jax.Array:
     common = jnp.promote_types(left.dtype, right.dtype)
-    return jnp.einsum(
-        "...mi,...mj->...ij",
-        left.astype(common),
-        right.astype(common),
-        precision=precision(common),
-        preferred_element_type=wide(common),
-    )
+    return multiply("...mi,...mj->...ij", left.astype(common), right.astype(common))
 
 
 def outer(

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import pad, precision, wide
+from ejkernel.kernels._xla._blocks import loops, pairs
+from ejkernel.kernels._xla._blocks.pairs import pad
 from ejkernel.kernels._xla.grouped_matmul import config, plan
 
 
-def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[()]]:
-    """The output; there are no residuals."""
+def forward(args: Any, cfg: config.Config | None) -> tuple[tuple[jax.Array], tuple[()]]:
+    """The output; there are no residuals. A call without blocks needs no configuration."""
     dtype = jnp.dtype(args.preferred_element_type or args.lhs.dtype)
     if args.lhs.ndim == 4:
         return (product(args.lhs, args.rhs, args.transpose_rhs, dtype),), ()
@@ -31,14 +31,8 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[()]]
 def product(lhs: jax.Array, rhs: jax.Array, transpose_rhs: bool, dtype: Any) -> jax.Array:
     """`lhs @ rhs` over the last two axes, summed in float32 at least."""
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
-    out = jnp.einsum(
-        "...mk,...nk->...mn" if transpose_rhs else "...mk,...kn->...mn",
-        lhs.astype(common),
-        rhs.astype(common),
-        precision=precision(common),
-        preferred_element_type=wide(common),
-    )
-    return out.astype(dtype)
+    formula = "...mk,...nk->...mn" if transpose_rhs else "...mk,...kn->...mn"
+    return pairs.multiply(formula, lhs.astype(common), rhs.astype(common)).astype(dtype)
 
 
 def multiply(

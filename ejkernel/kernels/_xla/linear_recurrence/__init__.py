@@ -4,5 +4,5 @@ from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 from ejkernel.kernels._xla.linear_recurrence import bwd, config, fwd
 
 kernel_registry.register(
-    "linear_recurrence", Platform.XLA, Backend.ANY, backward=bwd.backward, config=config
+    "linear_recurrence", Platform.XLA, Backend.ANY, backward=bwd.backward, config=config, version=2
 )(fwd.forward)

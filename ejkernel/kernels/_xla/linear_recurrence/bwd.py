@@ -1,16 +1,17 @@
-"""The linear recurrence backward: states before chunks are computed again, their gradients scanned.
+"""The linear recurrence backward: chunks from the last to the first, each by its own formulas.
 
-With both, each chunk is differentiated by itself. Gradients of gates are those of the decays they
-make, never a difference of long sums, so that they are right for gates of any strength.
+A first pass computes the state before each group of chunks again. Gradients of gates are those of
+the decays they are in, never a difference of long sums: they are right for gates of any strength.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import chunks
-from ejkernel.kernels._xla.linear_recurrence import config, fwd
+from ejkernel.kernels._xla.linear_recurrence import chunk, config, fwd, recurrent
 
 _SOURCES = {"q": {"query"}, "k": {"key"}, "v": {"value"}, "a": {"g", "gk", "g_gamma"}, "b": {"gv"}}
 
@@ -24,64 +25,109 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    plan = fwd.make_plan(args, cfg)
-    asked = {n: x for n, x in args.arrays().items() if n in wanted and n != "initial_state"}
-    x, pull = jax.vjp(lambda given: fwd.operands(args.with_arrays(given), plan.chunks), asked)
-    dout = plan.chunks.cut(cotangents[0].astype(x.q.dtype))
-    states, last = fwd.scan_states(args, plan, x)
-    dlast = cotangents[1].astype(last.dtype) if args.return_state else last * 0
-    dstates, dstart = _scan_gradients(plan, x, dout, dlast)
-    names = tuple(n for n, sources in _SOURCES.items() if sources & wanted)
-
-    def chunk(xs: Any) -> dict[str, jax.Array]:
-        h, x, dout, dh = xs
-
-        def run(part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            mine = x._replace(**part)
-            added, *decays = fwd.absorb(plan, mine)
-            return fwd.emit(plan, h, mine), fwd.fade(h, *decays) + added
-
-        _, back = jax.vjp(run, {n: getattr(x, n) for n in names if getattr(x, n) is not None})
-        return back((dout, dh))[0]
-
-    found = chunks.each(chunk, (states, x, dout, dstates), plan.at_once)
-    whole = jax.tree.map(jnp.zeros_like, x)._replace(**found)
-    grads = dict(pull(whole)[0])
+    plan, start = fwd.make_plan(args, cfg), fwd.initial(args)
+    dlast = cotangents[1].astype(start.dtype) if args.return_state else start * 0
+    found, dstart = {}, dlast
+    if plan.chunks.count:
+        x = fwd.operands(args, plan.chunks)
+        dout = plan.chunks.cut(cotangents[0].astype(start.dtype))
+        names = frozenset(n for n, sources in _SOURCES.items() if sources & wanted)
+        found, dstart = _gradients(plan, start, x, dout, dlast, names)
+    grads = _public(args, plan.chunks, found, wanted)
     if "initial_state" in wanted:
         grads["initial_state"] = dstart.astype(args.initial_state.dtype)
     return grads
 
 
-def _scan_gradients(
-    plan: fwd.Plan, x: fwd.Operands, dout: jax.Array, dlast: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the state after each chunk, and of the initial states."""
-    cut = plan.chunks
+def _gradients(
+    plan: fwd.Plan,
+    start: jax.Array,
+    x: chunk.Operands,
+    dout: jax.Array,
+    dlast: jax.Array,
+    names: frozenset[str],
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Those of the operands in `names`, in chunks, and of the initial states."""
 
-    def of_chunk(xs: Any) -> Any:
-        x, dout = xs
-        return fwd.receive(plan, x, dout), *fwd.absorb(plan, x)[1:]
+    def group(carry: Any, xs: Any) -> Any:
+        x, dout, h, where = xs
+        made = chunk.prepare(x)
+        _, states = fwd.advance(plan, start, (h, None), made, where)
+        carry, dstates = _retreat(plan, dlast, carry, (made, dout), where)
+        return carry, pick(chunk.gradients(states, dstates, made, dout, plan.exact))
 
-    parts = chunks.each(of_chunk, (x, dout), plan.at_once)
-    if cut.sequence is None:
+    def step_by_step(carry: Any, xs: Any) -> Any:
+        *chunk_xs, h, at = xs
+        x, dout, at = jax.tree.map(lambda y: y[0], (*chunk_xs, at))
+        h = fwd.enter(start, h, at.sequence, at.first)
+        dh = fwd.enter(dlast, carry[0], at.sequence, at.last)
+        before, made = recurrent.gradients(h, dh, x, dout, plan.exact, bool(names & {"a", "b"}))
+        carry = before, fwd.leave(carry[1], before, at.sequence)
+        return carry, jax.tree.map(lambda y: y[None], pick(made))
 
-        def step(dh: jax.Array, parts: Any) -> Any:
-            return fwd.fade(dh, *parts[1:]) + parts[0], dh
+    def pick(made: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        heads = {"k": x.k.shape[2], "v": x.v.shape[2]}
+        return {n: _key_heads(y, heads.get(n)) for n, y in made.items() if n in names}
 
-        dstart, dstates = jax.lax.scan(step, dlast, parts, reverse=True)
-        return dstates, dstart
-    if not cut.count:
-        return jnp.zeros((0, 1, *dlast.shape[1:]), dlast.dtype), dlast
+    xs, where = plan.grouped((x, dout)), plan.grouped(plan.where())
+    states = _states(plan, start, xs[0], where)
+    body = step_by_step if plan.recurrent else group
+    carry = fwd.first_carry(plan, dlast)
+    carry, found = chunks.scan(body, carry, (*xs, states, where), reverse=True)
+    return plan.ungrouped(found), fwd.last_states(plan, carry)
 
-    def step_packed(carry: Any, xs: Any) -> Any:
-        dh, dstart = carry
-        parts, sequence, end = xs
-        here = dlast[jnp.minimum(sequence, dlast.shape[0] - 1)][None]
-        dh = jnp.where(end, here, dh)
-        before = fwd.fade(dh, *parts[1:]) + parts[0]
-        return (before, dstart.at[sequence].set(before[0], mode="drop")), dh
 
-    # an empty sequence hands its state on, and so its gradient
-    xs = (parts, cut.sequence, cut.last)
-    (_, dstart), dstates = jax.lax.scan(step_packed, (dlast[:1] * 0, dlast), xs, reverse=True)
-    return dstates, dstart
+def _states(plan: fwd.Plan, start: jax.Array, x: chunk.Operands, where: fwd.Where) -> jax.Array:
+    """The state before each group of chunks, as the group before it left it."""
+
+    def group(carry: Any, xs: Any) -> Any:
+        x, where = xs
+        if plan.recurrent:
+            run = functools.partial(fwd.step_by_step, plan, start)
+            return chunks.scan(run, carry, xs)[0], carry[0]
+        return fwd.advance(plan, start, carry, chunk.prepare(x), where)[0], carry[0]
+
+    h, _ = fwd.first_carry(plan, start)
+    return chunks.scan(group, (h, None), (x, where))[1]
+
+
+def _retreat(plan: fwd.Plan, dlast: jax.Array, carry: Any, xs: Any, where: fwd.Where) -> Any:
+    """The carry before the chunks of a group, and the gradient of the state after each."""
+    x, dout = xs
+
+    def step(carry: Any, xs: Any) -> Any:
+        received, totals, at = xs
+        dh = fwd.enter(dlast, carry[0], at.sequence, at.last)
+        before = chunk.fade(dh, *totals) + received
+        return (before, fwd.leave(carry[1], before, at.sequence)), dh
+
+    parts = (chunk.receive(x, dout, plan.exact), chunk.totals(x), where)
+    return chunks.scan(step, carry, parts, reverse=True)
+
+
+def _key_heads(x: jax.Array, heads: int | None) -> jax.Array:
+    """The sum over the query heads of each key head, [.., h, c, x] to [.., g, c, x]."""
+    if heads is None or heads == x.shape[-3]:
+        return x
+    return x.reshape(*x.shape[:-3], heads, -1, *x.shape[-2:]).sum(axis=-3)
+
+
+def _public(
+    args: Any, cut: chunks.Chunks, found: dict[str, jax.Array], wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Gradients of the arguments of a call from those of its operands; zeros without a token."""
+    whole = {name: cut.join(x) for name, x in found.items()}
+    made = {
+        "query": lambda: whole["q"] * args.softmax_scale,
+        "key": lambda: whole["k"],
+        "value": lambda: whole["v"],
+        "g": lambda: whole["a"].sum(axis=-1),
+        "gk": lambda: whole["a"],
+        "gv": lambda: whole["b"],
+        "g_gamma": lambda: whole["a"].sum(axis=(0, 1, 3)),
+    }
+    asked = {n: x for n, x in args.arrays().items() if n in wanted and n != "initial_state"}
+    return {
+        name: made[name]().astype(x.dtype) if found else jnp.zeros_like(x)
+        for name, x in asked.items()
+    }

@@ -1,4 +1,4 @@
-"""Chunk sizes of the linear recurrence on XLA."""
+"""How the linear recurrence runs on XLA: chunk sizes, and token by token or not."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,49 +10,66 @@ from ejkernel.ops.core.kernel import FORWARD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tokens in a chunk, tokens in a part whose pairs are written out, chunks at once."""
+    """Tokens in a chunk, chunks at once; `recurrent`: one token at a time, one chunk at once."""
 
     block_t: int = 64
-    block_part: int = 4
     block_n: int = 1
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("block_t", "block_n"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {field.name}={value!r} must be a positive int.")
+                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:
-    """On a CPU one chunk at a time stays in its cache; elsewhere many chunks fill the device."""
-    if target.kind == "cpu":
-        # parts of 1, 2, 4, 8 tokens: 0.18, 0.25, 0.29, 0.64 s (gla, T=4096, H=4, D=64; one sweep
-        # on 2 busy cores)
-        return Config(block_part=1, block_n=1)
-    return Config(block_part=4, block_n=64)  # not measured
+    """A few tokens one by one; on a CPU one chunk at a time, elsewhere many to fill the device.
+
+    One by one against chunks of 64, milliseconds forward and backward, float32, 2 busy cores of an
+    AMD EPYC, JAX 0.10.2. With a gate for each element (gla, 4 heads, d=e=64): t=4 0.05, 0.14
+    against 0.06, 0.17; t=16 0.12, 0.44 against 0.06, 0.24; t=4096 12, 92 against 20, 46; with
+    d=e=128 and t=1024 52, 576 against 40, 45. With one for a head (lightning): t=1 of 8 rows of 8
+    heads 0.09, 0.27 against 0.21, 0.31; t=4 0.06, 0.13 against 0.04, 0.09; t=4096 12, 75 against
+    11, 26.
+    """
+    t, d, e = args.query.shape[1], args.query.shape[-1], args.value.shape[-1]
+    gates = (getattr(args, name, None) for name in ("g", "gk", "gv"))
+    by_element = any(gate is not None and gate.ndim == 4 for gate in gates)
+    if t <= (4 if by_element else 1):
+        return Config(recurrent=True)
+    if target.kind != "cpu":
+        return Config(block_n=64)  # not measured
+    if by_element and direction == FORWARD and t >= 64 and d * e <= 64 * 64:
+        # a row in one piece: 47 against 58 ms in pieces of 64; packed, a piece holds one sequence
+        return Config(recurrent=True, block_t=t if args.cu_seqlens is None else 64)
+    return Config()
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """The heuristic's neighbours; a tuner measures them."""
     guess = heuristic(args, direction, target)
-    sizes = ((32, 4), (64, 1), (64, 2), (64, 4), (128, 4))
-    made = [dataclasses.replace(guess, block_t=t, block_part=p) for t, p in sizes]
-    return tuple(dict.fromkeys([guess, *made]))
+    at_once = 1 if target.kind == "cpu" else 64
+    made = [Config(block_t=t, block_n=at_once) for t in (64, 128, 32)]
+    return tuple(dict.fromkeys([guess, made[0], Config(recurrent=True), *made[1:]]))
 
 
 def memory(args: Any, direction: str, cfg: Config) -> int:
     """Bytes of the states between chunks and of the pairs of the chunks at once."""
     batch, t, heads, d = args.query.shape
     e = args.value.shape[-1]
-    size, part = sizes(args, cfg)
-    states = -(-t // size) * d * e
-    pairs = cfg.block_n * size * (size + (part + 8) * max(d, e))
-    return 4 * batch * heads * (states + pairs) * (1 if direction == FORWARD else 3)
+    size = chunk_size(args, cfg)
+    if cfg.recurrent:
+        inside = 0 if direction == FORWARD else size * d * e
+    else:
+        inside = cfg.block_n * (size * (size + 16 * max(d, e)) + 4 * d * e)
+    states = 0 if direction == FORWARD else -(-t // size) * d * e
+    return 4 * batch * heads * (states + inside * (1 if direction == FORWARD else 3))
 
 
 def testing(args: Any, direction: str) -> Config:
-    """A config that cuts the small shapes of tests into several chunks of several parts."""
-    return Config(block_t=8, block_part=4, block_n=2)
+    """A config that cuts the small shapes of tests into several chunks of several halves."""
+    return Config(block_t=8, block_n=2)
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
@@ -63,10 +80,11 @@ def from_params(guess: Config, settings: dict[str, int]) -> Config:
     return dataclasses.replace(guess, **mine)
 
 
-def sizes(args: Any, cfg: Config) -> tuple[int, int]:
-    """Tokens in a chunk and in a part that a call can use; a chunk is 2 ** i parts."""
-    t = max(args.query.shape[1], 1)
-    size = part = min(cfg.block_part, cfg.block_t, t)
-    while 2 * size <= cfg.block_t and size < t:
+def chunk_size(args: Any, cfg: Config) -> int:
+    """Tokens in a chunk that a call can use: a power of two where halves meet."""
+    if cfg.recurrent:
+        return max(min(cfg.block_t, args.query.shape[1]), 1)
+    size = 1
+    while 2 * size <= cfg.block_t and size < args.query.shape[1]:
         size *= 2
-    return size, part
+    return size

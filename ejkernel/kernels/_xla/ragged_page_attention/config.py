@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._xla.page_attention.config import step_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,17 @@ class Config:
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:
-    """Not measured yet: blocks of the mean number of queries, so that decoding pads little."""
-    tokens, count = args.queries.shape[0], max(args.context_lens.shape[0], 1)
+    """Blocks of the mean number of queries, so that decoding pads little; keys near the cache."""
+    tokens, count = args.queries.shape[0], max(args.block_tables.shape[0], 1)
     reach = max(args.block_tables.shape[1] * args.kv_pages.shape[1], 1)
     cpu = target.kind == "cpu"
+    rows = min(8 if cpu else 32, count)
+    double, width = args.kv_pages.shape[2:]
+    keys = step_keys(rows * double * width * args.queries.dtype.itemsize, target)
     return Config(
         block_q=max(min(tokens // count, 64 if cpu else 128), 1),
-        block_k=min(256 if cpu else 512, reach),
-        block_b=min(8 if cpu else 32, count),
+        block_k=min(keys, 512, reach),
+        block_b=rows,
     )
 
 

@@ -1,0 +1,302 @@
+"""`flash_attention` on a GPU: our entries, tuned, beside cuDNN, torch and another JAX library.
+
+Correctness first: nothing is timed before it agrees with cuDNN. One run, one table; with `--save`
+the rows go to benchmarks/results/. `--public PATH` names a folder with the public package of our
+name, which is timed in a process of its own. `--workers N` compiles candidates beforehand.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import common
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _device
+from ejkernel.callib import _triton_call, _triton_compile
+from ejkernel.kernels import kernel_registry
+from ejkernel.modules import FlashAttention, flash_attention
+from ejkernel.ops.execution.benchmark import measure
+from ejkernel.ops.execution.executor import default_executor
+
+# name -> heads, key heads, head size; 16k tokens
+MODELS = {"d128": (16, 16, 128), "d64": (32, 32, 64), "gqa": (32, 8, 128)}
+LENGTHS = (1024, 4096, 16384)
+TOKENS = 16384
+PEERS = ("jax.nn cuDNN", "torch FA2", "torch cuDNN", "public")
+# (mode, head size) -> our Triton kernel against a peer
+BARS = {("fwd", 128): ("jax.nn cuDNN", 0.80), ("fwd", 64): ("jax.nn cuDNN", 0.95)}
+BACKWARD_BARS = {"torch FA2": 1.2, "public": 5.0}
+
+
+def shapes(quick):
+    lengths = LENGTHS[1:2] if quick else LENGTHS
+    every = itertools.product(MODELS, lengths, (True, False))
+    return [x for x in every if x[0] != "gqa" or x[2]]
+
+
+def arrays(model, length, like=jax.random.normal):
+    heads, groups, d = MODELS[model]
+    keys = jax.random.split(jax.random.key(length), 4)
+    sizes = [(TOKENS // length, length, n, d) for n in (heads, groups, groups, heads)]
+    return [like(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True)]
+
+
+def flops(model, length, causal, mode):
+    heads, _, d = MODELS[model]
+    once = 4 * TOKENS * length * heads * d * (0.5 if causal else 1.0)
+    return once * (1.0 if mode == "fwd" else 3.5)
+
+
+def ours(platform, **options):
+    return lambda q, k, v: flash_attention(q, k, v, platform=platform, **options)
+
+
+def cudnn(causal):
+    return lambda q, k, v: jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, implementation="cudnn"
+    )
+
+
+def program(fn, mode):
+    return jax.jit(fn if mode == "fwd" else common.with_gradient(fn, 3))
+
+
+def milliseconds(fn, mode, xs):
+    run = program(fn, mode)
+    inputs = xs[:3] if mode == "fwd" else xs
+    return measure(lambda: run(*inputs), num_iters=10, budget_s=3.0).median
+
+
+def check(xs, causal):
+    """Our entries agree with cuDNN to what bfloat16 allows."""
+    expected = program(cudnn(causal), "fwd+bwd")(*xs)
+    for platform in ("triton", "cudnn"):
+        actual = program(ours(platform, causal=causal), "fwd+bwd")(*xs)
+        f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+        common.agree(f32(actual), f32(expected), tolerance=0.02)
+
+
+def torch_times(model, length, causal):
+    """Milliseconds of torch's own kernels, by mode."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from triton.testing import do_bench
+
+    heads, groups, d = MODELS[model]
+    make = lambda n: torch.randn(
+        TOKENS // length, n, length, d, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
+    q, k, v, dout = make(heads), make(groups), make(groups), make(heads).detach()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    times = {}
+    for name, backend in (
+        ("torch FA2", SDPBackend.FLASH_ATTENTION),
+        ("torch cuDNN", SDPBackend.CUDNN_ATTENTION),
+    ):
+        with sdpa_kernel(backend):
+            forward = lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=heads != groups)
+            both = lambda forward=forward: torch.autograd.grad(forward(), (q, k, v), dout)
+            for mode, fn in (("fwd", forward), ("fwd+bwd", both)):
+                try:
+                    times[name, mode] = float(do_bench(fn, return_mode="median"))
+                except RuntimeError as error:
+                    print(f"{name} {mode}: {str(error).splitlines()[0]}")
+    return times
+
+
+def public_times(folder):
+    """Milliseconds of the public package at one length, by shape and mode."""
+    asked = shapes(quick=True)
+    sizes = [(TOKENS // n, n, *MODELS[model], causal) for model, n, causal in asked]
+    done = subprocess.run(
+        [sys.executable, pathlib.Path(__file__).with_name("gpu_public.py")],
+        input=json.dumps(sizes),
+        env=os.environ | {"PYTHONPATH": folder},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=False))
+
+
+def launches(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is _triton_call.triton_call_p:
+            yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from launches(inner)
+
+
+def compile_main(number, count, quick):
+    """In a process without a device: compiles every count-th candidate into the cache on disk."""
+    target = _device.Target("gpu", "NVIDIA H200", "9.0")
+    entry = next(e for e in kernel_registry.list("flash_attention") if e.platform == "triton")
+    jobs = []
+    for model, length, causal in shapes(quick):
+        xs = jax.eval_shape(lambda m=model, n=length: arrays(m, n))
+
+        def args_of(q, k, v, causal=causal):
+            kernel = FlashAttention()
+            return kernel.prepare(kernel.bind((q, k, v), {"causal": causal}, None))[0]
+
+        def forward(cfg, q, k, v, args_of=args_of):
+            return entry.fn(args_of(q, k, v), cfg)
+
+        def backward(cfg, q, k, v, dout, args_of=args_of):
+            args = args_of(q, k, v)
+            lse = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
+            wanted = frozenset({"query", "key", "value"})
+            return entry.backward(args, cfg, (dout,), (lse,), (dout,), wanted)
+
+        for direction, fn, inputs in (("forward", forward, xs[:3]), ("backward", backward, xs)):
+            args = jax.eval_shape(args_of, *xs[:3])
+            jobs += [(fn, c, inputs) for c in entry.candidates(args, direction, target)]
+    for fn, cfg, inputs in jobs[number::count]:
+        for eqn in launches(jax.make_jaxpr(lambda *x, f=fn, c=cfg: f(c, *x))(*inputs).jaxpr):
+            avals = [v.aval for v in eqn.invars]
+            gpu = _triton_compile.GpuTarget("cuda", 90)
+            _triton_call.compile_launch(eqn.params["launch"], avals, gpu)
+
+
+def in_processes(commands, **environment):
+    running = [
+        subprocess.Popen([sys.executable, __file__, *c], env=os.environ | environment)
+        for c in commands
+    ]
+    for process in running:
+        process.wait()
+
+
+def options_table():
+    """Cost of options per visible pair, over the plain causal kernel."""
+    model, length = "d128", 16384
+    xs = arrays(model, length)
+    heads = MODELS[model][0]
+    pairs = length * (length + 1) / 2
+    documents = 8
+    ids = jnp.repeat(jnp.arange(documents), length // documents)[None]
+    inside = documents * (length // documents) * (length // documents + 1) / 2
+    window = 1024
+    near = pairs - (length - window - 1) * (length - window) / 2
+    plain = milliseconds(ours("triton", causal=True), "fwd", xs)
+    rows = [{"option": "plain", "ms": plain, "cost": 1.0}]
+    for name, more, visible in (
+        ("sinks", {"softmax_aux": jnp.ones((heads, 1))}, pairs),
+        ("8 documents", {"q_segment_ids": ids, "kv_segment_ids": ids}, inside),
+        ("soft cap", {"logits_soft_cap": 30.0}, pairs),
+        ("window 1024", {"sliding_window": (window, 0)}, near),
+    ):
+        ms = milliseconds(ours("triton", causal=True, **more), "fwd", xs)
+        rows.append({"option": name, "ms": ms, "cost": ms / plain * pairs / visible})
+    for row in rows:
+        print(f"{row['option']:<14} {row['ms']:>8.3f} ms  {row['cost']:.2f} per visible pair")
+    return rows
+
+
+def compare(model, length, causal, public):
+    """Milliseconds of everybody, by (name, mode)."""
+    xs = arrays(model, length)
+    check(xs, causal)
+    times = {}
+    for mode in ("fwd", "fwd+bwd"):
+        for platform in ("triton", "cudnn", "auto"):
+            times[platform, mode] = milliseconds(ours(platform, causal=causal), mode, xs)
+        times["jax.nn cuDNN", mode] = milliseconds(cudnn(causal), mode, xs)
+        if (ms := public.get((model, length, causal), {}).get(mode)) is not None:
+            times["public", mode] = ms
+    return times | torch_times(model, length, causal)
+
+
+def table_rows(model, length, causal):
+    """What was measured for a shape, as rows of a table that ships with the package."""
+    xs = arrays(model, length)[:3]
+    executor, made = default_executor(), []
+    for platform, direction in itertools.product(("auto", "triton"), ("forward", "backward")):
+        wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
+        call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
+        inv = executor.invocation(FlashAttention(), *xs, **call)
+        choice = executor.chooser.choose(inv)
+        if choice.source in ("memory", "persistent"):
+            made.append(
+                {
+                    "call": {k: v for k, v in inv.document.items() if k not in ("device",)},
+                    "implementation": choice.implementation.name,
+                    "version": choice.implementation.version,
+                    "config": None if choice.cfg is None else dataclasses.asdict(choice.cfg),
+                }
+            )
+        else:
+            print(f"not tuned: {model} {length} {causal} {platform} {direction}: {choice.source}")
+    return made
+
+
+def judge(model, length, causal, mode, row):
+    """What falls short of its bar."""
+    short = []
+    bars = dict([BARS[mode, MODELS[model][2]]]) if mode == "fwd" else BACKWARD_BARS
+    for peer, bar in bars.items():
+        if peer in row and row[peer] / row["triton"] < bar:
+            short.append(
+                f"{model} {length} causal={causal} {mode}: {row[peer] / row['triton']:.2f}"
+            )
+    best = min(row["triton"], row["cudnn"])
+    if best / row["auto"] < 0.98:
+        short.append(f"{model} {length} causal={causal} {mode}: auto {best / row['auto']:.2f}")
+    return short
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser.add_argument("--quick", action="store_true", help="one length")
+    parser.add_argument("--public", default="", help="folder of the public package")
+    parser.add_argument("--workers", type=int, default=0, help="processes that compile first")
+    parser.add_argument("--table", default="", help="a file for the tuned configurations")
+    parser.add_argument("--role", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    quick = ["--quick"] if options.quick else []
+    if options.role:
+        number, count = options.role.split("/")
+        return compile_main(int(number), int(count), options.quick)
+    workers = options.workers
+    in_processes(
+        [["--role", f"{i}/{workers}", *quick] for i in range(workers)], JAX_PLATFORMS="cpu"
+    )
+    public = public_times(options.public) if options.public else {}
+    rows, short, table = [], [], []
+    names = ("triton", "cudnn", "auto", *PEERS)
+    print(f"{'TFLOP/s':<30}" + "".join(f"{n:>14}" for n in names))
+    for model, length, causal in shapes(options.quick):
+        times = compare(model, length, causal, public)
+        for mode in ("fwd", "fwd+bwd"):
+            row = {n: times[n, mode] for n in names if (n, mode) in times}
+            rate = {n: flops(model, length, causal, mode) / ms / 1e9 for n, ms in row.items()}
+            label = f"{model} {length} {'causal' if causal else 'full'} {mode}"
+            cells = (f"{rate[n]:>14.0f}" if n in rate else f"{'-':>14}" for n in names)
+            print(f"{label:<30}" + "".join(cells), flush=True)
+            rows.append({"model": model, "length": length, "causal": causal, "mode": mode} | row)
+            short += judge(model, length, causal, mode, row)
+        table += table_rows(model, length, causal)
+    extras = options_table()
+    print(f"Triton kernels compiled here: {_triton_compile.counts}")
+    if options.table:
+        pathlib.Path(options.table).write_text(json.dumps(table, indent=1) + "\n")
+    if options.save:
+        shape = "16k tokens, bfloat16; d128: 16 heads, d64: 32, gqa: 32/8 of 128; milliseconds"
+        common.save("gpu_attention", shape, rows=rows, options=extras, models=MODELS)
+    for line in short:
+        print("below the bar: " + line)
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""`recurrent`: its arguments, their checks and canonical form."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ejkernel.kernels import _spec
+from ejkernel.kernels._specs import _common, _recurrent_cases
+from ejkernel.ops.core.sharding import Layout
+
+OP = "recurrent"
+GATES = _recurrent_cases.GATES
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "relu": jax.nn.relu,
+    "softsign": jax.nn.soft_sign,
+    "identity": lambda x: x,
+}
+_STATES = {"ranks": (3,), "hint": " Or [2, b, d] with `bidirectional`."}
+
+
+def _part() -> Any:
+    """An array that `hidden` or `weights` is taken apart into."""
+    return dataclasses.field(metadata={"internal": True})
+
+
+@_spec.op_args
+class RecurrentArgs(_spec.OpArgs):
+    """Arguments of `recurrent`; `p` is 1, or 2 directions, and `m` the gates times `d`."""
+
+    inputs: Float[Array, "b t i"]
+    hidden: Float[Array, "b d"] | Float[Array, "p b d"] = dataclasses.field(metadata=_STATES)
+    weights: Any  # None: taken apart into the arrays at the end
+    cell_type: str = _spec.static(default="lstm")
+    bidirectional: bool = _spec.static(default=False)
+    activation: Any = _spec.static(default="tanh")
+    gate_activation: Any = _spec.static(default="sigmoid")
+    lengths: Int[Array, "b"] | None = None
+    reverse: bool = _spec.static(default=False)
+    cell: Float[Array, "b d"] | Float[Array, "p b d"] | None = dataclasses.field(
+        metadata=_STATES | {"internal": True}
+    )
+    w_ih: Float[Array, "p m i"] = _part()
+    w_hh: Float[Array, "p m d"] = _part()
+    b_ih: Float[Array, "p m"] | None = _part()
+    b_hh: Float[Array, "p m"] | None = _part()
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentConfig:
+    """How to run `recurrent`; there is nothing to tune."""
+
+    platform: str | None = None
+    backend: str | None = None
+    fwd_params: None = None
+    bwd_params: None = None
+
+
+def function(activation: Any) -> Callable[[jax.Array], jax.Array]:
+    """The function of an activation given by name or as a callable."""
+    return ACTIVATIONS[activation] if isinstance(activation, str) else activation
+
+
+def directions(args: RecurrentArgs) -> tuple[bool, ...]:
+    """For each direction, whether it runs from the last step to the first."""
+    return (False, True) if args.bidirectional else (args.reverse,)
+
+
+def unpack(values: dict[str, Any]) -> dict[str, Any]:
+    """`hidden` and `weights` as plain arrays; a call that is unpacked already passes."""
+    if "weights" not in values:
+        return values
+    call = {name: value for name, value in values.items() if name not in ("weights", "hidden")}
+    options = [call[name] for name in ("cell_type", "bidirectional", "reverse")]
+    if not hasattr(call["inputs"], "dtype") or any(isinstance(x, jax.core.Tracer) for x in options):
+        return call  # the check of types says more
+    cell_type = call["cell_type"]
+    if cell_type not in GATES:
+        raise ValueError(f"`{OP}`: `cell_type` must be one of {[*GATES]}; got {cell_type!r}.")
+    if call["reverse"] and call["bidirectional"]:
+        raise ValueError(
+            f"`{OP}`: `reverse` must be False with `bidirectional`, which runs both ways; got True."
+        )
+    parts = _take_weights(values["weights"], cell_type, bool(call["bidirectional"]))
+    if call["inputs"].ndim != 3:
+        return call | parts
+    features, known = call["inputs"].shape[2], parts["w_ih"].shape[2]
+    if features != known:
+        raise ValueError(
+            f"`{OP}`: `weights['w_ih']` must take the {features} features of `inputs`; got {known}."
+        )
+    return call | parts | _take_states(call, values["hidden"], parts["w_hh"].shape[2])
+
+
+def _take_weights(weights: Any, cell_type: str, bidirectional: bool) -> dict[str, jax.Array]:
+    """The weights of all directions, stacked."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"`{OP}`: `weights` must be a dict with `w_ih`, `w_hh` and, if there are biases, "
+            f"`b_ih`, `b_hh`; got {type(weights).__name__}."
+        )
+    names = ["w_ih", "w_hh", *(n for n in ("b_ih", "b_hh") if _has(weights, n, bidirectional))]
+    endings = ("", "_reverse") if bidirectional else ("",)
+    expected = [name + ending for ending in endings for name in names]
+    present = [name for name in weights if weights[name] is not None]
+    if missing := [name for name in expected if name not in present]:
+        hint = " Reverse weights end in `_reverse`." if bidirectional else ""
+        raise ValueError(f"`{OP}`: `weights` must have {expected}; {missing} missing.{hint}")
+    if extra := [name for name in present if name not in expected]:
+        hint = " Reverse weights need `bidirectional=True`." if not bidirectional else ""
+        raise ValueError(f"`{OP}`: `weights` must have {expected} alone; got also {extra}.{hint}")
+    for name in expected:
+        _check_weight(weights, name, cell_type)
+    return {n: jnp.stack([jnp.asarray(weights[n + e]) for e in endings]) for n in names}
+
+
+def _has(weights: Mapping[str, Any], name: str, bidirectional: bool) -> bool:
+    names = (name, f"{name}_reverse") if bidirectional else (name,)
+    return any(weights.get(n) is not None for n in names)
+
+
+def _check_weight(weights: Mapping[str, Any], name: str, cell_type: str) -> None:
+    gates, shape = GATES[cell_type], getattr(weights[name], "shape", None)
+    first, states = weights["w_ih"], weights["w_hh"]
+    if shape is None:
+        got = type(weights[name]).__name__
+        raise TypeError(f"`{OP}`: `weights[{name!r}]` must be an array; got {got}.")
+    rule = {"w_ih": f"[{gates} * d, i]", "w_hh": f"[{gates} * d, d]"}
+    rule = rule.get(name.removesuffix("_reverse"), f"[{gates} * d]")
+    d = states.shape[-1] if getattr(states, "ndim", 0) == 2 else None
+    wanted: tuple[Any, ...] = (None if d is None else gates * d,)
+    if name.startswith("w_hh"):
+        wanted += (d,)
+    elif name.startswith("w_ih"):
+        wanted += (first.shape[-1] if getattr(first, "ndim", 0) == 2 else None,)
+    if shape != wanted:
+        of = "" if d is None else f" with d={d} (from `w_hh`)"
+        raise ValueError(
+            f"`{OP}`: `weights[{name!r}]` of a {cell_type} must be {rule}{of}; got {shape}."
+        )
+
+
+def _take_states(call: dict[str, Any], hidden: Any, d: int) -> dict[str, Any]:
+    """`hidden` and, for an LSTM, `cell`; zeros for None."""
+    lstm, inputs = call["cell_type"] == "lstm", call["inputs"]
+    names = ("hidden", "cell") if lstm else ("hidden",)
+    shape = ((2,) if call["bidirectional"] else ()) + (inputs.shape[0], d)
+    if hidden is None:
+        return dict.fromkeys(names, jnp.zeros(shape, inputs.dtype))
+    pair = isinstance(hidden, tuple | list)
+    got = f"{len(hidden)} values" if pair else "one array"
+    if lstm and (not pair or len(hidden) != 2 or any(x is None for x in hidden)):
+        raise ValueError(
+            f"`{OP}`: `hidden` of an lstm must be the pair (h, c), or None for zeros; got {got}."
+        )
+    if not lstm and pair:
+        raise ValueError(
+            f"`{OP}`: `hidden` of a {call['cell_type']} must be one array, or None for zeros; got "
+            f"{got}. Only an lstm has (h, c)."
+        )
+    states: dict[str, Any] = dict(zip(names, hidden if pair else [hidden], strict=True))
+    for name, state in states.items():
+        if getattr(state, "shape", shape) != shape:
+            which = "`hidden`" if name == "hidden" else "the cell state of `hidden`"
+            form = "[2, b, d]" if len(shape) == 3 else "[b, d]"
+            raise ValueError(f"`{OP}`: {which} must be {form}, {shape}; got {state.shape}.")
+    return states
+
+
+def canonicalize(values: dict[str, Any]) -> RecurrentArgs:
+    """Checks a call and brings it to the one form that kernels see."""
+    call = unpack(values)
+    names = [n for n in ("inputs", "w_ih", "w_hh", "b_ih", "b_hh") if n in call]
+    arrays = {name: jnp.asarray(call[name]) for name in names}
+    _common.check_floats(OP, **arrays)
+    arrays |= {name: jnp.asarray(call[name]) for name in ("hidden", "cell") if name in call}
+    lengths = call["lengths"]
+    if call["cell_type"] == "rnn" and call["gate_activation"] != "sigmoid":
+        raise ValueError(
+            f"`{OP}`: `gate_activation` must be left out for an rnn, which has no gates; got "
+            f"{call['gate_activation']!r}. Its activation is `activation`."
+        )
+    return RecurrentArgs(
+        **dict.fromkeys(("weights", "cell", "b_ih", "b_hh")) | arrays,
+        cell_type=call["cell_type"],
+        bidirectional=bool(call["bidirectional"]),
+        activation=_checked_activation("activation", call["activation"]),
+        gate_activation=_checked_activation("gate_activation", call["gate_activation"]),
+        lengths=None if lengths is None else jnp.asarray(lengths, jnp.int32),
+        reverse=bool(call["reverse"]),
+    )
+
+
+def _checked_activation(name: str, activation: Any) -> Any:
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return activation
+    if isinstance(activation, str) or not callable(activation):
+        raise ValueError(
+            f"`{OP}`: `{name}` must be one of {[*ACTIVATIONS]} or a function of an array; got "
+            f"{activation!r}."
+        )
+    asked = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    made = jax.eval_shape(activation, asked)
+    if getattr(made, "shape", None) != asked.shape or made.dtype != asked.dtype:
+        raise ValueError(
+            f"`{OP}`: `{name}` must act on each element, keeping shape and dtype; from "
+            f"float32(2, 3) it makes {made}."
+        )
+    return activation
+
+
+def publish(args: RecurrentArgs) -> dict[str, Any]:
+    """The public arguments: states as a pair, weights as a dict again."""
+    endings = ("", "_reverse") if args.bidirectional else ("",)
+    weights = {
+        name + ending: getattr(args, name)[index]
+        for name in ("w_ih", "w_hh", "b_ih", "b_hh")
+        if getattr(args, name) is not None
+        for index, ending in enumerate(endings)
+    }
+    hidden = args.hidden if args.cell is None else (args.hidden, args.cell)
+    made = {"inputs": args.inputs, "hidden": hidden, "weights": weights, "lengths": args.lengths}
+    return made | args.statics()
+
+
+def finish(args: RecurrentArgs, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Outputs and the final state, of an LSTM a pair."""
+    return (outputs[0], outputs[1:] if args.cell is not None else outputs[1])
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
+    lengths = values["lengths"]
+    if lengths is None or isinstance(lengths, jax.core.Tracer):
+        return
+    host, t = np.asarray(lengths), values["inputs"].shape[1]
+    if (host < 0).any() or (host > t).any():
+        raise ValueError(
+            f"`{OP}`: `lengths` must be from 0 to the {t} steps of `inputs`; got {host.tolist()}."
+        )
+
+
+class RecurrentSpec(_spec.OpSpec):
+    """States of two directions have one axis more."""
+
+    def layout(self, args: RecurrentArgs) -> Layout:
+        state = ("p", "b", "d") if args.bidirectional else ("b", "d")
+        matrices = {"w_ih": ("p", "m", "i"), "w_hh": ("p", "m", "d")}
+        return Layout(
+            arrays={"inputs": ("b", "t", "i"), "hidden": state, "lengths": ("b",), "cell": state}
+            | matrices
+            | {"b_ih": ("p", "m"), "b_hh": ("p", "m")},
+            outputs=(("b", "t", "e"), *(state for _ in self.outputs(args)[1:])),
+            shardable=frozenset("b"),
+            aliases={},
+            localize=self.localize,
+            instead="split the batch: a recurrence needs all steps and features in one place",
+        )
+
+
+SPEC = RecurrentSpec(
+    name=OP,
+    args=RecurrentArgs,
+    canonicalize=canonicalize,
+    unpack=unpack,
+    publish=publish,
+    finish=finish,
+    reference="ejkernel.kernels._reference.recurrent:recurrent",
+    differentiable=frozenset({"inputs", "hidden", "cell", "w_ih", "w_hh", "b_ih", "b_hh"}),
+    outputs=lambda args: ("out", "hidden") if args.cell is None else ("out", "hidden", "cell"),
+    output_axes={},
+    residuals=("states", "gates", "cells"),
+    cases=_recurrent_cases.cases,
+    changes=_recurrent_cases.changes,
+    examples=_recurrent_cases.examples,
+    config=RecurrentConfig,
+    debug=check_values,
+)

@@ -1,0 +1,54 @@
+"""The table of options and kernels on each op's page, generated from the registry."""
+
+import dataclasses
+import pathlib
+
+from ejkernel.kernels import _spec
+from ejkernel.kernels._registry import KernelEntry, kernel_registry
+
+_BEGIN, _END = "<!-- options -->", "<!-- /options -->"
+_HEADING = "## Options and kernels"
+
+
+def pages(folder: pathlib.Path) -> dict[pathlib.Path, str]:
+    """The pages of registered ops, and what they should hold."""
+    found = {op: folder / f"{op}.md" for op in kernel_registry.ops()}
+    return {
+        page: render(page.read_text(), table(op)) for op, page in found.items() if page.exists()
+    }
+
+
+def table(op: str) -> str:
+    """What the kernels of an op do with its optional arguments, and what has a gradient."""
+    spec, entries = kernel_registry.spec(op), kernel_registry.list(op)
+    public = _spec.public_fields(spec.args)
+    optional = [field for field in public if field.default is not dataclasses.MISSING]
+    gradients = [f"`{field.name}`" for field in public if field.name in spec.differentiable]
+    lines = []
+    if optional:
+        names = [f"`{entry.name}`" for entry in entries]
+        lines += [_row("optional argument", *names), "|---" * (len(names) + 1) + "|"]
+        lines += [_row(f"`{f.name}`", *(_cell(e, f) for e in entries)) for f in optional]
+        lines.append("")
+    lines.append(f"Differentiable: {', '.join(gradients) or 'nothing'}.")
+    return "\n".join(lines)
+
+
+def render(page: str, made: str) -> str:
+    """A page with the table between its markers; a page without them gets a section at its end."""
+    if _BEGIN not in page:
+        page = f"{page.rstrip()}\n\n{_HEADING}\n\n{_BEGIN}\n{_END}\n"
+    head, _, rest = page.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    return f"{head}{_BEGIN}\n{made}\n{_END}{tail}"
+
+
+def _cell(entry: KernelEntry, field: dataclasses.Field) -> str:
+    # a computed option is part of every call, so that no kernel can be without it
+    computed = field.metadata.get("computed")
+    honoured = computed or entry.honours is None or field.name in entry.honours
+    return "honoured" if honoured else "refused"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,218 @@
+"""Attention backward over keys: a program holds a block of keys and gives its dk and dv."""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
+from ejkernel.kernels._triton.flash_attention import call
+
+
+@triton.jit
+def _key_step(
+    dk, dv, b_k, b_v, i, query, dout, lse, delta, dbias, bias, mask, slope, seed, i_b, i_h,
+    k_row, o_k, k_id, k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t,
+    bias_s,
+    mask_t, mask_s, dbias_t, dbias_s, left, right, num_q, num_k,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr,
+    UNITS: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
+    IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what block i of the queries gives to dk and dv; tiles are [BK, BQ]."""
+    row = i * BQ
+    o_q = row + tl.arange(0, BQ)
+    b_q = addresses.load_tile(query, row, stride_q, num_q, BQ, D, BD, MASKED)
+    b_do = addresses.load_tile(dout, row, stride_o, num_q, BQ, E, BE, MASKED)
+    b_lse = softmax.shift(addresses.load_row(lse, row, num_q, BQ, 0.0)) * softmax.LOG2_E
+    b_delta = addresses.load_row(delta, row, num_q, BQ, 0.0)
+    b_qp = o_q + offset
+    if POSITIONS:
+        b_qp = addresses.load_row(q_pos, row, num_q, BQ, 0)
+    seen = o_k[:, None] >= 0
+    if MASKED:
+        b_qi = o_q
+        b_qi_2 = o_q
+        if IDS >= 1:
+            b_qi = addresses.load_row(q_ids, row, num_q, BQ, -1)
+        if IDS >= 2:
+            b_qi_2 = addresses.load_row(q_ids_2, row, num_q, BQ, -1)
+        seen = pairs.visible(
+            o_q[None, :], o_k[:, None], b_qi[None, :], k_id[:, None], b_qi_2[None, :],
+            k_id_2[:, None], b_qp[None, :], k_pos[:, None], left, right, num_q, num_k,
+            IDS, LEFT, RIGHT,
+        )  # fmt: skip
+    if mask is not None:
+        given = addresses.load_pairs(mask, o_q[None, :], o_k[:, None], mask_t, mask_s, num_q, num_k)
+        seen &= given != 0
+    dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BK, BQ]
+    x = pairs.logits(
+        dots, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None], bias, bias_t, bias_s,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP,
+    )  # fmt: skip
+    p = softmax.weights(x, b_lse[None, :], seen, UNITS, MASKED or (mask is not None))
+    dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BK, BQ]
+    if (MASKED and (LEFT or IDS >= 1)) or (mask is not None):  # see forward
+        b_q = addresses.finite(b_q)
+        b_do = addresses.finite(b_do)
+    kept = p
+    if THRESHOLD is not None:
+        keep = tl.trans(philox.keep(seed, i_b, i_h, o_q, k_row, BQ, BK, THRESHOLD))
+        kept = tl.where(keep, p * KEPT, 0.0)
+        dp = tl.where(keep, dp * KEPT, 0.0)
+    dv = tl.dot(kept.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+    ds = p * (dp - b_delta[None, :])
+    if MASKED or (mask is not None):  # p is 0, but the rest may be nan
+        ds = tl.where(seen, ds, 0.0)
+    if CAP is not None:
+        ds *= 1.0 - (x / CAP) * (x / CAP)
+    if dbias is not None:
+        _add_bias(dbias, ds, o_q, o_k, dbias_t, dbias_s, num_q, num_k, SUM_Q, SUM_K)
+    narrow = ds.to(b_q.dtype)
+    dk = tl.dot(narrow, b_q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _add_bias(dbias, ds, o_q, o_k, stride_t, stride_s, num_q, num_k, SUM_Q: tl.constexpr,
+              SUM_K: tl.constexpr):  # fmt: skip
+    """Adds a tile [BK, BQ] to dbias, summed first over the axes that the bias does not have."""
+    m_q, m_k = o_q < num_q, o_k < num_k
+    wide_q, wide_k = o_q.to(tl.int64) * stride_t, o_k.to(tl.int64) * stride_s
+    if SUM_Q and SUM_K:
+        tl.atomic_add(dbias, tl.sum(tl.sum(ds, 1), 0), sem="relaxed")
+    elif SUM_Q:
+        tl.atomic_add(dbias + wide_k, tl.sum(ds, 1), mask=m_k, sem="relaxed")
+    elif SUM_K:
+        tl.atomic_add(dbias + wide_q, tl.sum(ds, 0), mask=m_q, sem="relaxed")
+    else:
+        p = dbias + wide_k[:, None] + wide_q[None, :]
+        tl.atomic_add(p, ds, mask=m_k[:, None] & m_q[None, :], sem="relaxed")
+
+
+@triton.jit(do_not_specialize=call.LOOSE)
+def flash_attention_bwd_dkv_kernel(
+    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset,
+    q_ids, k_ids, q_ids_2, k_ids_2, q_positions, k_positions, table,
+    num_q, num_k, num_heads, offset, left, right,
+    bias_b, bias_h, bias_t, bias_s, mask_b, mask_h, mask_t, mask_s,
+    ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k, table_b, sinks_h, num_sinks,
+    dout, lse, delta, dbias_b, dbias_h, dbias_t, dbias_s,
+    dk_out, dv_out, dbias_out,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr,
+    IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
+    KEPT: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
+):  # fmt: skip
+    num_blocks = tl.cdiv(num_k, BK)
+    num_groups = num_heads // GROUP
+    i_p = tl.program_id(0)
+    i_k = i_p % num_blocks  # causal: the first keys are seen by most queries, and start first
+    i_g = (i_p // num_blocks) % num_groups
+    i_b = i_p // (num_blocks * num_groups)
+    row = i_k * BK
+    o_k = row + tl.arange(0, BK)
+    wide_b = i_b.to(tl.int64)
+    BIAS: tl.constexpr = bias is not None
+    SLOPES: tl.constexpr = slopes is not None
+    POSITIONS: tl.constexpr = q_positions is not None
+
+    key += (wide_b * num_k * num_groups + i_g) * D
+    value += (wide_b * num_k * num_groups + i_g) * E
+    b_k = addresses.load_tile(key, row, num_groups * D, num_k, BK, D, BD, True)
+    b_v = addresses.load_tile(value, row, num_groups * E, num_k, BK, E, BE, True)
+    k_pos = o_k
+    q_pos = q_positions
+    if POSITIONS:
+        k_pos = addresses.load_row(k_positions + wide_b * pos_k, row, num_k, BK, 0)
+        q_pos = q_positions + wide_b * pos_q
+    k_id = o_k
+    k_id_2 = o_k
+    if IDS >= 1:
+        k_id = addresses.load_row(k_ids + wide_b * ids_k, row, num_k, BK, -1)
+        q_ids += wide_b * ids_q
+    if IDS >= 2:
+        k_id_2 = addresses.load_row(k_ids_2 + wide_b * ids_k_2, row, num_k, BK, -1)
+        q_ids_2 += wide_b * ids_q_2
+    drop_b = i_b
+    shift_h = 0
+    if dropout_offset is not None:
+        drop_b += tl.load(dropout_offset).to(tl.int32)
+        shift_h = tl.load(dropout_offset + 1).to(tl.int32)
+
+    table += wide_b * table_b + i_k * 4
+    first = tl.load(table)
+    full = tl.load(table + 1)
+    ragged = tl.load(table + 2)
+    last = tl.load(table + 3)
+    stride_q = num_heads * D
+    stride_o = num_heads * E
+    dk = tl.zeros([BK, BD], tl.float32)
+    dv = tl.zeros([BK, BE], tl.float32)
+    for r in range(GROUP):
+        i_h = i_g * GROUP + r
+        wide_h = i_h.to(tl.int64)
+        h_query = query + (wide_b * num_q * num_heads + wide_h) * D
+        h_dout = dout + (wide_b * num_q * num_heads + wide_h) * E
+        h_lse = lse + (wide_b * num_heads + wide_h) * num_q
+        h_delta = delta + (wide_b * num_heads + wide_h) * num_q
+        h_dbias = None
+        if dbias_out is not None:
+            h_dbias = dbias_out + wide_b * dbias_b + wide_h * dbias_h
+        h_bias = bias
+        if BIAS:
+            h_bias = bias + wide_b * bias_b + wide_h * bias_h
+        h_mask = mask
+        if mask is not None:
+            h_mask = mask + wide_b * mask_b + wide_h * mask_h
+        slope = 0.0
+        if SLOPES:
+            slope = tl.load(slopes + i_h).to(tl.float32)
+        drop_h = i_h + shift_h
+        # 1. the diagonal, the start of a segment
+        if HEAD:
+            for i in range(first, full):
+                dk, dv = _key_step(
+                    dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, h_dbias, h_bias,
+                    h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id, k_id_2, k_pos, q_ids,
+                    q_ids_2,
+                    q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
+                    dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
+                    UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
+                    PRECISION, SUM_Q, SUM_K, True,
+                )  # fmt: skip
+        # 2. blocks that need no mask
+        for i in range(full, ragged):
+            dk, dv = _key_step(
+                dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, h_dbias, h_bias,
+                h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id, k_id_2, k_pos, q_ids,
+                q_ids_2,
+                q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
+                dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
+                UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
+                PRECISION, SUM_Q, SUM_K, False,
+            )  # fmt: skip
+        # 3. the end of the window or of a segment, the last block
+        if TAIL:
+            for i in range(ragged, last):
+                dk, dv = _key_step(
+                    dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, h_dbias, h_bias,
+                    h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id, k_id_2, k_pos, q_ids,
+                    q_ids_2,
+                    q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
+                    dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
+                    UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
+                    PRECISION, SUM_Q, SUM_K, True,
+                )  # fmt: skip
+    p_dk = addresses.tile_pointers(
+        dk_out + (wide_b * num_k * num_groups + i_g) * D, row, num_groups * D, BK, BD
+    )
+    dk *= SCALE
+    tl.store(p_dk, dk.to(dk_out.dtype.element_ty), mask=addresses.tile_mask(row, num_k, BK, D, BD))
+    p_dv = addresses.tile_pointers(
+        dv_out + (wide_b * num_k * num_groups + i_g) * E, row, num_groups * E, BK, BE
+    )
+    tl.store(p_dv, dv.to(dv_out.dtype.element_ty), mask=addresses.tile_mask(row, num_k, BK, E, BE))

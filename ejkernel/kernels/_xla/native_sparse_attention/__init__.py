@@ -1,0 +1,8 @@
+"""Native sparse attention in plain JAX: every option, on every device."""
+
+from ejkernel.kernels._registry import Backend, Platform, kernel_registry
+from ejkernel.kernels._xla.native_sparse_attention import bwd, config, fwd
+
+kernel_registry.register(
+    "native_sparse_attention", Platform.XLA, Backend.ANY, backward=bwd.backward, config=config
+)(fwd.forward)

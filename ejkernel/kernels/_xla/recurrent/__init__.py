@@ -1,0 +1,6 @@
+"""Recurrent cells in plain JAX: every cell, on every device."""
+
+from ejkernel.kernels._registry import Backend, Platform, kernel_registry
+from ejkernel.kernels._xla.recurrent import bwd, fwd
+
+kernel_registry.register("recurrent", Platform.XLA, Backend.ANY, backward=bwd.backward)(fwd.forward)

@@ -1,0 +1,443 @@
+"""Pieces of the Triton kernels, in Triton's interpreter, against formulas and the XLA twins."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ejkernel.callib import triton_call
+from ejkernel.kernels._xla._blocks import philox as xla_philox
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+from ejkernel.kernels._triton._blocks import (  # noqa: E402
+    addresses,
+    mask,
+    pairs,
+    philox,
+    softmax,
+)
+
+SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
+ALL = 0xFFFFFFFF
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreted():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def shape(*size, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
+# Softmax
+
+ROWS, KEYS, WIDTH, CHUNKS = 4, 16, 4, 3
+
+
+@triton.jit
+def softmax_kernel(
+    x, chunk, values, sinks, num_sinks, out, lse, weights,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
+    UNITS: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    """Attention over the keys of one chunk after another, then the weights from the logsumexp."""
+    o_r = tl.arange(0, ROWS)
+    o_k = tl.arange(0, KEYS)
+    o_w = tl.arange(0, WIDTH)
+    b_x = tl.load(x + o_r[:, None] * KEYS + o_k[None, :])
+    b_v = tl.load(values + o_k[:, None] * WIDTH + o_w[None, :])
+    b_c = tl.load(chunk + o_k)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for c in range(CHUNKS):
+        part = tl.where((b_c == c)[None, :], b_x, float("-inf"))
+        m, l, p, alpha = softmax.update(m, l, part, UNITS, GUARD)
+        acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * b_v[None, :, :], 1)
+    if sinks is not None:
+        m, l, alpha = softmax.add_sinks(m, l, sinks, num_sinks, 4)
+        acc *= alpha[:, None]
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    tl.store(out + o_r[:, None] * WIDTH + o_w[None, :], acc)
+    tl.store(lse + o_r, softmax.logsumexp(m, l))
+    base = softmax.shift(m + tl.math.log2(l))
+    seen = b_x > float("-inf")
+    p = softmax.weights(b_x, base[:, None], seen, UNITS, True)
+    tl.store(weights + o_r[:, None] * KEYS + o_k[None, :], p)
+
+
+def in_chunks(logits, chunk, values, sinks=None, scale=1.0, guard=True):
+    """`logits` in natural units; the kernel gets them divided by `scale`."""
+    return triton_call(
+        softmax_kernel,
+        logits / np.float32(scale),
+        np.asarray(chunk, np.int32),
+        values,
+        sinks,
+        0 if sinks is None else len(sinks),
+        grid=(1,),
+        out_shape=[shape(ROWS, WIDTH), shape(ROWS), shape(ROWS, KEYS)],
+        ROWS=ROWS,
+        KEYS=KEYS,
+        WIDTH=WIDTH,
+        CHUNKS=CHUNKS,
+        UNITS=scale * 1.4426950408889634,
+        GUARD=guard,
+    )
+
+
+def at_once(logits, values, sinks=None):
+    """`logsumexp` over keys and sinks in float64; 0 and -inf for a row without any."""
+    x = np.asarray(logits, np.float64)
+    if sinks is not None:
+        x = np.concatenate([x, np.broadcast_to(sinks, (ROWS, len(sinks)))], axis=1)
+    top = x.max(axis=1, keepdims=True)
+    top = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(x - top).sum(axis=1)) + top[:, 0]
+    weights = np.exp(x - np.where(np.isneginf(lse), 0.0, lse)[:, None])[:, :KEYS]
+    return weights @ values.astype(np.float64), lse, weights
+
+
+def make(seed, hide, scale=1.0, offset=(0.0, 0.0, 0.0), chunk=None):
+    """Logits with -inf where hidden (in row 0 everywhere, when anything is), and values."""
+    rng = np.random.default_rng(seed)
+    chunk = np.arange(KEYS) % CHUNKS if chunk is None else np.asarray(chunk)
+    logits = rng.standard_normal((ROWS, KEYS)) * scale + np.asarray(offset)[chunk]
+    key, row = np.arange(KEYS), np.arange(ROWS)[:, None]
+    gone = ((key * 7 + row) % KEYS < hide) | ((row == 0) & (hide > 0))
+    logits = np.where(gone, -np.inf, logits).astype(np.float32)
+    return logits, chunk, rng.standard_normal((KEYS, WIDTH)).astype(np.float32)
+
+
+def assert_same(actual, expected, rtol=2e-5, atol=2e-6):
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
+
+
+@SETTINGS
+@given(
+    seed=st.integers(0, 2**16),
+    chunk=st.lists(st.integers(0, CHUNKS - 1), min_size=KEYS, max_size=KEYS),
+    hide=st.integers(0, KEYS),
+    offset=st.tuples(*[st.sampled_from([0.0, 90.0, -90.0])] * CHUNKS),
+    sinks=st.none() | st.lists(st.sampled_from([0.5, -3.0, 80.0, -np.inf]), min_size=1, max_size=4),
+)
+@example(seed=1, chunk=[0] * KEYS, hide=0, offset=(0.0, 0.0, 0.0), sinks=None)
+@example(seed=2, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=None)
+@example(seed=3, chunk=[2] * KEYS, hide=5, offset=(0.0, 0.0, 0.0), sinks=[0.5, -3.0])
+@example(seed=4, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=[-np.inf])
+@example(seed=5, chunk=[0, 1] * 8, hide=0, offset=(-90.0, 90.0, 0.0), sinks=[80.0])
+@example(seed=6, chunk=[0, 1] * 8, hide=3, offset=(90.0, -90.0, 0.0), sinks=[-np.inf, 0.5])
+def test_chunking_never_changes_the_answer(seed, chunk, hide, offset, sinks):
+    logits, chunk, values = make(seed, hide, offset=offset, chunk=chunk)
+    sinks = None if sinks is None else np.asarray(sinks, np.float32)
+    actual = in_chunks(logits, chunk, values, sinks)
+    out, lse, weights = at_once(logits, values, sinks)
+    # weights are exp of lse, and a float32 of 90 is that coarse
+    assert_same(actual, (out, lse, weights), rtol=5e-5, atol=1e-5)
+    if sinks is None:
+        expected = jax.nn.logsumexp(jnp.asarray(logits), axis=1)
+        np.testing.assert_allclose(actual[1], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.125, 3.0])
+def test_logits_may_be_in_any_units(scale):
+    logits, chunk, values = make(7, hide=3)
+    assert_same(in_chunks(logits, chunk, values, scale=scale), at_once(logits, values))
+
+
+def test_rows_that_always_have_a_key_need_no_guard():
+    logits, chunk, values = make(8, hide=0)
+    one = np.zeros(KEYS)
+    guarded = in_chunks(logits, one, values)[:2]
+    for at in (one, chunk):
+        found = in_chunks(logits, at, values, guard=False)[:2]
+        assert_same(found, guarded)
+
+
+def test_a_key_that_is_not_a_number_spoils_its_row_only():
+    logits, chunk, values = make(9, hide=0)
+    logits[1, 5] = np.nan
+    out, lse, _ = in_chunks(logits, chunk, values)
+    np.testing.assert_array_equal(np.isnan(lse), [False, True, False, False])
+    np.testing.assert_array_equal(np.isnan(out).any(axis=1), [False, True, False, False])
+
+
+# Philox
+
+
+@triton.jit
+def words_kernel(seed, counters, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    c0 = tl.load(counters + o)
+    c1 = tl.load(counters + N + o)
+    c2 = tl.load(counters + 2 * N + o)
+    c3 = tl.load(counters + 3 * N + o)
+    w0, w1, w2, w3 = philox.words(seed, c0, c1, c2, c3)
+    tl.store(out + o, w0)
+    tl.store(out + N + o, w1)
+    tl.store(out + 2 * N + o, w2)
+    tl.store(out + 3 * N + o, w3)
+
+
+word = st.sampled_from([0, 1, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, ALL]) | st.integers(0, ALL)
+
+
+def words(key, counters):
+    given = np.asarray(counters, np.uint32).T.copy()
+    made = triton_call(
+        words_kernel,
+        np.asarray(key, np.uint32),
+        given,
+        grid=(1,),
+        out_shape=[shape(*given.shape, dtype=jnp.uint32)],
+        N=given.shape[1],
+    )
+    return np.asarray(made[0])
+
+
+@SETTINGS
+@given(key=st.tuples(word, word), counters=st.lists(st.tuples(*[word] * 4), min_size=4, max_size=4))
+@example(key=(0, 0), counters=[(0, 0, 0, 0), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 1)])
+@example(key=(ALL, ALL), counters=[(ALL, ALL, ALL, ALL)] * 4)
+@example(key=(ALL, 0), counters=[(0xFFFF, 0, 0x10000, 0), (ALL, 0, ALL, 0)] * 2)
+def test_words_are_those_of_every_backend(key, counters):
+    columns = tuple(np.asarray(c, np.uint32) for c in zip(*counters, strict=True))
+    expected = np.stack(xla_philox.words(jnp.asarray(key, jnp.uint32), columns))
+    np.testing.assert_array_equal(words(key, counters), expected)
+
+
+def test_a_known_answer():
+    key, counter = (0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    expected = [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]  # kat_vectors of Random123
+    np.testing.assert_array_equal(words(key, [counter] * 2)[:, 0], expected)
+
+
+@triton.jit
+def keep_kernel(
+    seed, place, out, BQ: tl.constexpr, BK: tl.constexpr, KEYS: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+):  # fmt: skip
+    """A program for each block of keys."""
+    first = tl.program_id(0) * BK
+    o_q = tl.load(place + 2) + tl.arange(0, BQ)
+    kept = philox.keep(seed, tl.load(place), tl.load(place + 1), o_q, first, BQ, BK, THRESHOLD)
+    o = tl.arange(0, BQ)[:, None] * KEYS + first + tl.arange(0, BK)[None, :]
+    tl.store(out + o, kept.to(tl.int32))
+
+
+@pytest.mark.parametrize("prob", [0.1, 0.5])
+@pytest.mark.parametrize("block", [4, 8, 16])
+@pytest.mark.parametrize("place", [(0, 0, 0), (3, 2, 4096)])
+def test_kept_pairs_are_those_of_every_backend(prob, block, place):
+    seed = jnp.asarray([5, 0x80000001], jnp.uint32)
+    (made,) = triton_call(
+        keep_kernel,
+        seed,
+        np.asarray(place, np.int32),
+        grid=(16 // block,),
+        out_shape=[shape(4, 16, dtype=jnp.int32)],
+        BQ=4,
+        BK=block,
+        KEYS=16,
+        THRESHOLD=int(prob * 2.0**32),
+    )
+    batch, head, first = place
+    expected = xla_philox.keep(
+        seed,
+        prob,
+        batch=jnp.uint32(batch),
+        head=jnp.uint32(head),
+        query=jnp.arange(4, dtype=jnp.uint32) + first,
+        first_key=jnp.uint32(0),
+        num_keys=16,
+    )
+    np.testing.assert_array_equal(made, expected)
+    assert 0 < np.asarray(made).sum() < 64
+
+
+# Masks
+
+
+@triton.jit
+def near_kernel(q, k, left, right, out, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    o = tl.arange(0, N)
+    seen = mask.near(tl.load(q + o)[:, None], tl.load(k + o)[None, :], left, right, LEFT, RIGHT)
+    tl.store(out + o[:, None] * N + o[None, :], seen.to(tl.int32))
+
+
+LIMIT = 2**31
+NEAR_THE_LIMITS = {
+    "usual": np.arange(-4, 4),
+    "greatest": LIMIT - 1 - np.arange(8),
+    "least": np.arange(8) - LIMIT,
+    "far": np.asarray([0, 1, 5, 100, LIMIT - 1, LIMIT - 2, 2**30, 7]),
+}
+
+
+@pytest.mark.parametrize("where", NEAR_THE_LIMITS)
+@pytest.mark.parametrize(
+    "window", [(0, 0), (3, None), (None, 2), (2, 5), (LIMIT - 1, None), (None, LIMIT - 1)], ids=str
+)
+def test_pairs_near_each_other(where, window):
+    q_pos = NEAR_THE_LIMITS[where]
+    k_pos = np.roll(q_pos, 3)
+    left, right = window
+    (seen,) = triton_call(
+        near_kernel,
+        q_pos.astype(np.int32),
+        k_pos.astype(np.int32),
+        left or 0,
+        right or 0,
+        grid=(1,),
+        out_shape=[shape(8, 8, dtype=jnp.int32)],
+        N=8,
+        LEFT=left is not None,
+        RIGHT=right is not None,
+    )
+    distance = k_pos[None, :] - q_pos[:, None]  # int64
+    expected = np.ones((8, 8), bool)
+    if left is not None:
+        expected &= distance >= -left
+    if right is not None:
+        expected &= distance <= right
+    np.testing.assert_array_equal(seen, expected)
+
+
+@triton.jit
+def same_kernel(q, k, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    seen = mask.same(tl.load(q + o)[:, None], tl.load(k + o)[None, :])
+    tl.store(out + o[:, None] * N + o[None, :], seen.to(tl.int32))
+
+
+def test_pairs_of_one_segment():
+    q_ids = np.asarray([0, 0, 1, -1, 7, -2, LIMIT - 1, -LIMIT], np.int32)
+    k_ids = np.asarray([0, 1, -1, -2, 7, LIMIT - 1, -LIMIT, 2], np.int32)
+    out = [shape(8, 8, dtype=jnp.int32)]
+    (seen,) = triton_call(same_kernel, q_ids, k_ids, grid=(1,), out_shape=out, N=8)
+    expected = (q_ids[:, None] == k_ids[None, :]) & (q_ids >= 0)[:, None]
+    np.testing.assert_array_equal(seen, expected)
+
+
+# Loads
+
+
+@triton.jit
+def tile_kernel(
+    x, row, stride, num_rows, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+    CHECKED: tl.constexpr,
+):  # fmt: skip
+    tile = addresses.load_tile(x, tl.load(row), stride, num_rows, ROWS, COLUMNS, PADDED, CHECKED)
+    o = tl.arange(0, ROWS)[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
+    tl.store(out + o, tile)
+
+
+@pytest.mark.parametrize("columns", [3, 4])
+@pytest.mark.parametrize(
+    ("row", "checked"), [(0, True), (4, True), (6, True), (8, True), (0, False), (4, False)]
+)
+def test_tiles_are_zero_beyond_the_edges(row, columns, checked):
+    x = np.arange(1, 81, dtype=np.float32).reshape(8, 10)  # rows are ten apart
+    (tile,) = triton_call(
+        tile_kernel,
+        x,
+        np.asarray([row], np.int32),
+        10,
+        7 if checked else 8,
+        grid=(1,),
+        out_shape=[shape(4, 4)],
+        ROWS=4,
+        COLUMNS=columns,
+        PADDED=4,
+        CHECKED=checked,
+    )
+    inside = np.zeros((16, 10), np.float32)
+    inside[: 7 if checked else 8] = x[: 7 if checked else 8]
+    expected = inside[row : row + 4, :4] * (np.arange(4) < columns)
+    np.testing.assert_array_equal(tile, expected)
+
+
+@triton.jit
+def rows_kernel(x, row, num_rows, out, inside, ROWS: tl.constexpr, OTHER: tl.constexpr):
+    o = tl.arange(0, ROWS)
+    tl.store(out + o, addresses.load_row(x, tl.load(row), num_rows, ROWS, OTHER))
+    p = inside + o[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(p, addresses.tile_mask(tl.load(row), num_rows, ROWS, 3, 4).to(tl.int32))
+
+
+@pytest.mark.parametrize("row", [0, 3, 5, 8])
+def test_rows_have_another_value_beyond_the_end(row):
+    x = np.arange(5, 11, dtype=np.int32)
+    out, inside = triton_call(
+        rows_kernel,
+        x,
+        np.asarray([row], np.int32),
+        6,
+        grid=(1,),
+        out_shape=[shape(4, dtype=jnp.int32), shape(4, 4, dtype=jnp.int32)],
+        ROWS=4,
+        OTHER=-1,
+    )
+    np.testing.assert_array_equal(out, np.concatenate([x, [-1] * 8])[row : row + 4])
+    expected = (np.arange(row, row + 4) < 6)[:, None] & (np.arange(4) < 3)
+    np.testing.assert_array_equal(inside, expected)
+
+
+@triton.jit
+def finite_kernel(x, clean, rows, N: tl.constexpr):
+    o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    b_x = tl.load(x + o)
+    tl.store(clean + o, addresses.finite(b_x))
+    tl.store(rows + tl.arange(0, N), addresses.spoiled(b_x).to(tl.int32))
+
+
+def test_what_is_not_finite_is_found_and_cleaned():
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    x[0, 2], x[2, 0], x[3, 3] = np.nan, np.inf, -np.inf
+    out = [shape(4, 4), shape(4, dtype=jnp.int32)]
+    clean, rows = triton_call(finite_kernel, x, grid=(1,), out_shape=out, N=4)
+    np.testing.assert_array_equal(clean, np.where(np.isfinite(x), x, 0.0))
+    np.testing.assert_array_equal(rows, [1, 0, 1, 1])
+
+
+# tanh
+
+
+@triton.jit
+def tanh_kernel(x, out, N: tl.constexpr):
+    o = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + o, pairs.tanh(tl.load(x + o)))
+
+
+def tanh(x):
+    out = [shape(x.size)]
+    return np.asarray(triton_call(tanh_kernel, x, grid=(1,), out_shape=out, N=x.size)[0])
+
+
+def test_tanh_is_exact_to_float32():
+    x = np.concatenate(
+        [
+            np.linspace(-20.0, 20.0, 2001),
+            np.linspace(-1.0, 1.0, 2001),
+            np.geomspace(1e-30, 1.0, 2000),
+            np.linspace(0.3749, 0.3751, 100),  # where one formula follows the other
+        ]
+    )
+    x = np.resize(x, 8192).astype(np.float32)
+    y, exact = tanh(x), np.tanh(x.astype(np.float64))
+    ulp = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+    assert (np.abs(y - exact) / ulp).max() < 3
+    np.testing.assert_allclose(y, jnp.tanh(x), rtol=5e-7)
+
+
+def test_tanh_at_the_ends():
+    found = tanh(np.asarray([0.0, np.inf, -np.inf, np.nan], np.float32))
+    np.testing.assert_array_equal(found, [0.0, 1.0, -1.0, np.nan])

@@ -1,0 +1,328 @@
+"""Triton kernels as JAX functions: values, transformations, and what a GPU would be given."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ejkernel import _settings
+from ejkernel.callib import _triton_call, triton_call
+from ejkernel.callib._triton_compile import GpuTarget
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+HOPPER = GpuTarget("cuda", 90)
+X = np.linspace(-3.0, 4.0, 10, dtype=np.float32)
+Y = np.cos(np.arange(10, dtype=np.float32))
+
+
+@triton.jit
+def _weighted(x, factor: tl.constexpr):
+    return x * factor
+
+
+@triton.jit
+def scaled_sum_kernel(x, y, n, total, product, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """FACTOR * x + y, and x * y where it is wanted; either input may be absent."""
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < n
+    b_x = tl.load(x + o, mask=m, other=0.0)
+    b_y = tl.zeros([BLOCK], tl.float32)
+    if y is not None:
+        b_y = tl.load(y + o, mask=m, other=0.0)
+    if total is not None:
+        tl.store(total + o, _weighted(b_x, FACTOR) + b_y, mask=m)
+    if product is not None:
+        tl.store(product + o, b_x * b_y, mask=m)
+
+
+def scaled_sum(x, y, factor=2.0, wanted=(True, True), block=4):
+    like = x if y is None else y
+    out = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+    return triton_call(
+        scaled_sum_kernel,
+        x,
+        y,
+        x.size,
+        grid=(-(-x.size // block),),
+        out_shape=[out if w else None for w in wanted],
+        FACTOR=factor,
+        BLOCK=block,
+    )
+
+
+def total_of(x, y):
+    return scaled_sum(x, y)[0]
+
+
+@triton.jit
+def grid_kernel(x, y, out, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    """x[i, j, k] + y[k] with a program for each element of a grid of any rank."""
+    i = tl.program_id(0)
+    j = tl.program_id(1)
+    k = tl.program_id(2)
+    o = (i * N1 + j) * N2 + k
+    tl.store(out + o, tl.load(x + o) + tl.load(y + k))
+
+
+def on_grid(x, y):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    n = [*x.shape, *[1] * (3 - x.ndim)]
+    sizes = {f"N{i}": size for i, size in enumerate(n)}
+    return triton_call(grid_kernel, x, y, grid=x.shape, out_shape=[out], **sizes)[0]
+
+
+@triton.jit
+def add_one_kernel(x, n, out, BLOCK: tl.constexpr):
+    """Adds one to what `out` holds already, in its first n elements."""
+    o = tl.arange(0, BLOCK)
+    tl.store(out + o, tl.load(out + o) + 1.0, mask=o < n)
+
+
+def add_one(x, n=3, grid=(1,), **options):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return triton_call(
+        add_one_kernel, x, n, grid=grid, out_shape=[out], BLOCK=x.shape[-1], **options
+    )[0]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+# Values
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_values(jit):
+    run = jax.jit(scaled_sum) if jit else scaled_sum
+    total, product = run(X, Y)
+    np.testing.assert_allclose(total, 2 * X + Y, rtol=1e-6)
+    np.testing.assert_allclose(product, X * Y, rtol=1e-6)
+    assert total.dtype == jnp.float32
+
+
+def test_absent_inputs_and_outputs():
+    total, product = scaled_sum(X, None)
+    np.testing.assert_array_equal(total, 2 * X)
+    np.testing.assert_array_equal(product, 0 * X)
+    total, product = scaled_sum(X, Y, wanted=(False, True))
+    assert total is None
+    np.testing.assert_allclose(product, X * Y, rtol=1e-6)
+    assert scaled_sum(X, Y, wanted=(False, False)) == [None, None]
+
+
+@pytest.mark.parametrize(("factor", "block"), [(3.0, 4), (0.5, 16), (-1, 1)])
+def test_constants(factor, block):
+    total, _ = scaled_sum(X, Y, factor, block=block)
+    np.testing.assert_allclose(total, factor * X + Y, rtol=1e-6)
+
+
+def test_integers_of_numpy_are_integers():
+    np.testing.assert_array_equal(add_one(X[:4], np.int64(2), zeroed=[0])[:2], [1.0, 1.0])
+
+
+def test_an_empty_grid_gives_zeros():
+    total, product = scaled_sum(jnp.zeros(0), None)
+    assert total.shape == product.shape == (0,)
+    np.testing.assert_array_equal(add_one(jnp.ones(4), grid=(0,)), np.zeros(4))
+    np.testing.assert_array_equal(add_one(jnp.ones(4), grid=(2, 0)), np.zeros(4))
+
+
+def test_an_empty_grid_leaves_aliased_memory_as_it_was():
+    np.testing.assert_array_equal(add_one(X, grid=(0,), aliases={0: 0}), X)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_memory_that_nobody_wrote_is_nan(dtype):
+    assert np.isnan(np.asarray(add_one(jnp.zeros(4, dtype), n=0), np.float32)).all()
+    assert np.isnan(add_one(jnp.zeros(4))).all()  # and so is what is made of it
+
+
+def test_integers_that_nobody_wrote_stand_out():
+    out = add_one(jnp.zeros(4, jnp.int32), n=0)
+    np.testing.assert_array_equal(out, np.full(4, np.iinfo(np.int32).max))
+
+
+def test_zeroed_outputs():
+    np.testing.assert_array_equal(add_one(jnp.full(4, 7.0), zeroed=[0]), [1.0, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_aliased_outputs_start_as_their_input_which_stays(jit):
+    x = jnp.arange(4.0)
+    run = functools.partial(add_one, aliases={0: 0}, zeroed=[0])
+    out = (jax.jit(run) if jit else run)(x)
+    np.testing.assert_array_equal(out, [1.0, 2.0, 3.0, 3.0])
+    np.testing.assert_array_equal(x, np.arange(4.0))
+
+
+# vmap
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0), (1, 0), (None, 1)])
+@pytest.mark.parametrize("jit", [False, True])
+def test_vmap(axes, jit):
+    xs = X if axes[0] is None else np.stack([X, X + 1, -X], axes[0])
+    ys = Y if axes[1] is None else np.stack([Y, 2 * Y, Y - 1], axes[1])
+    run = jax.vmap(total_of, axes)
+    out = (jax.jit(run) if jit else run)(xs, ys)
+    rows = [x if a is None else np.moveaxis(x, a, 0) for x, a in zip((xs, ys), axes, strict=True)]
+    np.testing.assert_allclose(out, np.broadcast_to(2 * rows[0] + rows[1], (3, 10)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("outer", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("inner", [(0, None), (None, 0), (0, 0)])
+def test_nested_vmap(outer, inner):
+    shape = {0: 2, 1: 3}
+    make = lambda which: tuple(
+        shape[level] for level, axes in enumerate((outer, inner)) if axes[which] == 0
+    )
+    keys = jax.random.split(jax.random.key(0))
+    xs, ys = (jax.random.normal(key, (*make(i), 4)) for i, key in enumerate(keys))
+    out = jax.vmap(jax.vmap(total_of, inner), outer)(xs, ys)
+
+    def expanded(a, which):
+        a = np.asarray(a)
+        a = a if inner[which] == 0 else np.expand_dims(a, -2)
+        return a if outer[which] == 0 else np.expand_dims(a, 0)
+
+    expected = np.broadcast_to(2 * expanded(xs, 0) + expanded(ys, 1), (2, 3, 4))
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_vmap_of_nothing():
+    out = jax.vmap(total_of, (0, None))(jnp.zeros((0, 10)), Y)
+    assert out.shape == (0, 10)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3)])
+def test_vmap_of_a_grid_of_any_rank(shape):
+    xs = np.arange(2.0 * np.prod(shape), dtype=np.float32).reshape(2, *shape)
+    y = np.linspace(1.0, 2.0, 3, dtype=np.float32)
+    expected = xs + (y if len(shape) == 3 else y[0])
+    np.testing.assert_allclose(jax.vmap(on_grid, (0, None))(xs, y), expected, rtol=1e-6)
+    text = str(jax.make_jaxpr(jax.vmap(on_grid, (0, None)))(xs, y))
+    assert ("scan[" in text) == (len(shape) == 3)  # no free axis is left
+
+
+def test_nested_vmap_of_three_axes():
+    xs = np.arange(24.0, dtype=np.float32).reshape(2, 2, 1, 2, 3)
+    ys = np.linspace(1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
+    out = jax.vmap(jax.vmap(on_grid, (0, None)))(xs, ys)
+    np.testing.assert_allclose(out, xs + ys[:, None, None, None, :], rtol=1e-6)
+
+
+def test_vmap_of_an_alias_without_the_axis():
+    run = jax.vmap(lambda x, _: add_one(x, aliases={0: 0}), (None, 0))
+    out = run(jnp.arange(4.0), jnp.zeros(2))
+    np.testing.assert_array_equal(np.broadcast_to(out, (2, 4)), [[1.0, 2.0, 3.0, 3.0]] * 2)
+
+
+# What a GPU gets
+
+
+def launches(fn, *args):
+    """(launch, avals) of every call in a traced function."""
+    return [
+        (eqn.params["launch"], [v.aval for v in eqn.invars])
+        for eqn in jax.make_jaxpr(fn)(*args).eqns
+        if eqn.primitive is _triton_call.triton_call_p
+    ]
+
+
+def test_an_array_without_the_axis_is_not_copied():
+    xs = np.stack([X, -X])
+    text = str(jax.make_jaxpr(jax.vmap(total_of, (0, None)))(xs, Y))
+    assert "broadcast" not in text
+    ((launch, avals),) = launches(jax.vmap(total_of, (0, None)), xs, Y)
+    assert launch.batch == (2, (True, False))
+    assert [a.shape for a in avals] == [(2, 10), (10,)]
+
+
+def test_a_batched_launch_passes_strides_and_compiles(tmp_path):
+    ((launch, avals),) = launches(jax.vmap(total_of, (0, None)), np.stack([X] * 3), Y)
+    plan = _triton_call._plan(launch, avals)
+    assert plan.kernel.arg_names == [
+        *("x", "y", "n", "total", "product", "n_v"),
+        *("stride_x", "stride_total", "stride_product"),
+        *("FACTOR", "BLOCK"),
+    ]
+    # x, y, n, two outputs, the size of the batch, and the strides
+    assert plan.parameters == [(0,), (0,), 10, (0,), (0,), 3, 10, 10, 10]
+    assert plan.grid == (3, 3, 1)
+    with _settings.override(cache_dir=str(tmp_path)):
+        compiled = _triton_call.compile_launch(launch, avals, HOPPER)
+    assert compiled.name == "scaled_sum_kernel_batched"
+    assert ".target sm_90" in compiled.code
+    assert compiled.code.count(".param .") >= len(plan.parameters)
+
+
+def test_more_programs_than_an_axis_holds_take_two_axes():
+    many = jax.ShapeDtypeStruct((100_000, 4), jnp.float32)
+    ((launch, avals),) = launches(jax.vmap(total_of), many, many)
+    assert _triton_call._plan(launch, avals).grid == (1, 65535, 2)
+
+
+def test_absent_arrays_and_ones_are_not_parameters():
+    ((launch, avals),) = launches(lambda x: scaled_sum(x, None, wanted=(True, False)), X[:1])
+    plan = _triton_call._plan(launch, avals)
+    assert plan.parameters == [(0,), (0,)]  # n = 1 is compiled in
+    assert plan.signature.parameters == (np.float32, None, 1, np.float32, None)
+
+
+def test_zeroed_outputs_are_cleared_by_the_launch():
+    ((launch, avals),) = launches(lambda x: add_one(x, zeroed=[0]), X)
+    assert _triton_call._plan(launch, avals).parameters == [(0,), 3, (40,)]
+    ((launch, avals),) = launches(lambda x: add_one(x, zeroed=[0], aliases={0: 0}), X)
+    assert _triton_call._plan(launch, avals).parameters == [(0,), 3, (0,)]
+
+
+def test_an_aliased_array_gets_the_axis_of_its_output():
+    run = jax.vmap(lambda x, y: scaled_alias(x, y), (None, 0))
+    ((launch, avals),) = launches(run, X, np.stack([Y, Y, Y]))
+    (array, out) = launch.aliases[0]
+    assert avals[array].shape == launch.results()[out][1] == (3, 10)
+    np.testing.assert_allclose(run(X, np.stack([Y, Y, Y])), [2 * X + Y] * 3, rtol=1e-6)
+
+
+def scaled_alias(x, y):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    sizes = {"grid": (1,), "FACTOR": 2.0, "BLOCK": 16}
+    return triton_call(
+        scaled_sum_kernel, x, y, x.size, out_shape=[out, None], aliases={0: 0}, **sizes
+    )[0]
+
+
+# Meshes
+
+
+def on_two(fn, in_specs):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("i",), axis_types=auto, devices=jax.devices("cpu")[:2])
+    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": P("i"), "check_vma": True}
+    return jax.jit(jax.shard_map(fn, **options))
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two devices")
+def test_shard_map():
+    xs, ys = np.concatenate([X, X + 1]), np.concatenate([Y, -Y])
+    np.testing.assert_allclose(on_two(total_of, (P("i"), P("i")))(xs, ys), 2 * xs + ys, rtol=1e-6)
+    out = on_two(total_of, (P("i"), P()))(xs, Y)  # y is alike on both devices
+    np.testing.assert_allclose(out, 2 * xs + np.concatenate([Y, Y]), rtol=1e-6)
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two devices")
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_inside_shard_map(axes):
+    xs = np.stack([X, X + 1, X - 1, 3 * X])
+    ys = np.stack([Y, -Y, Y + 1, 0 * Y])
+    given = [a if axis == 0 else a[0] for a, axis in zip((xs, ys), axes, strict=True)]
+    specs = tuple(P("i") if axis == 0 else P() for axis in axes)
+    out = on_two(jax.vmap(total_of, axes), specs)(*given)
+    np.testing.assert_allclose(out, 2 * given[0] + given[1], rtol=1e-6)

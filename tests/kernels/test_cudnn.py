@@ -1,0 +1,281 @@
+"""cuDNN's attention: what it refuses and why, anywhere; its numbers, on a device."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels import _oracle, kernel_registry
+from ejkernel.kernels._cudnn.flash_attention import fused, private
+from ejkernel.modules import FlashAttention, flash_attention
+from ejkernel.ops import Executor
+from tests.kernels import harness
+
+SPEC = kernel_registry.spec("flash_attention")
+FUSED = harness.find_entry("flash_attention", "cudnn/gpu")
+PUBLIC = harness.find_entry("flash_attention", "cudnn/gpu@-1")
+
+
+def operands(t=8, s=8, d=8, e=None, heads=2, groups=2, batch=2, dtype="bfloat16"):
+    rng = np.random.default_rng(3)
+    shapes = {
+        "query": (batch, t, heads, d),
+        "key": (batch, s, groups, d),
+        "value": (batch, s, groups, d if e is None else e),
+    }
+    return {
+        name: jnp.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
+        for name, shape in shapes.items()
+    }
+
+
+def canonical(arrays, **options):
+    return SPEC.canonicalize(SPEC.complete(arrays | options))
+
+
+def bias(*shape, dtype="bfloat16"):
+    return np.random.default_rng(7).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+# What it cannot do
+
+# sizes of the operands, options, and words of the reason
+REFUSED = {
+    "float32": ({"dtype": "float32"}, {}, "bfloat16 or float16; got float32"),
+    "odd_head": ({"d": 12}, {}, "multiples of 8, at most 256; got 12 and 12"),
+    "odd_value_head": ({"e": 4}, {}, "multiples of 8, at most 256; got 8 and 4"),
+    "large_head": ({"d": 264}, {}, "at most 256; got 264"),
+    "no_keys": ({"s": 0}, {}, "not empty"),
+    "no_rows": ({"batch": 0}, {}, "not empty"),
+    "scale": ({}, {"softmax_scale": -1.0}, "softmax_scale that is not positive; got -1.0"),
+    "ahead": ({}, {"sliding_window": (2, 3)}, "ends at the query"),
+    "one_sided": ({}, {"sliding_window": (2, -1)}, "ends at the query"),
+    "lengths": ({"t": 6}, {"causal": True}, "equal lengths; got 6 and 8"),
+}
+NOT_HONOURED = {
+    "attention_mask": np.ones((1, 1, 8, 8), bool),
+    "logits_soft_cap": 30.0,
+    "softmax_aux": np.zeros((2, 1), np.float32),
+    "alibi_slopes": np.ones(2, np.float32),
+    "cum_seqlens_q": np.asarray([0, 4, 12]),
+    "deterministic": True,
+}
+
+
+@pytest.fixture(params=["fused", "public"])
+def entry(request, monkeypatch):
+    """Each entry, where it is the one to use."""
+    if request.param == "fused":
+        return FUSED
+    monkeypatch.setattr(private, "library", lambda: None)
+    return PUBLIC
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cudnn_cannot_do_has_a_reason(entry, name):
+    sizes, options, words = REFUSED[name]
+    assert words in entry.why_not(canonical(operands(**sizes), **options))
+
+
+@pytest.mark.parametrize("side", ["q_positions", "kv_positions"])
+def test_given_positions_are_refused(entry, side):
+    args = canonical(operands(), **{side: np.zeros((1, 8), np.int32)})
+    assert entry.requires(args) == "needs the usual positions"
+
+
+@pytest.mark.parametrize("name", NOT_HONOURED)
+def test_options_that_cudnn_does_not_have(entry, name):
+    reason = entry.why_not(canonical(operands(), **{name: NOT_HONOURED[name]}))
+    assert reason.startswith("does not honour")
+    assert name in reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {}),
+        ({"dtype": "float16", "d": 256, "e": 128}, {}),
+        ({"t": 6}, {}),
+        ({"groups": 1}, {"causal": True, "softmax_scale": 0.3}),
+        ({}, {"sliding_window": (3, 0)}),
+    ],
+)
+def test_what_cudnn_can_do(entry, sizes, options):
+    args = canonical(operands(**sizes), **options)
+    assert entry.why_not(args) is None
+    assert entry.why_not(args, direction="backward") is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 1, 8, 8), (1, 2, 8, 8), (2, 2, 8, 8)])
+def test_a_bias_over_all_pairs_is_for_the_fused_entry(shape):
+    args = canonical(operands(), bias=bias(*shape))
+    assert FUSED.why_not(args) is None
+    assert PUBLIC.why_not(args) == "does not honour ['bias']"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "words"),
+    [
+        ({}, bias(1, 1, 1, 8), "bias over all pairs, of even lengths; got (1, 1, 1, 8)"),
+        ({"t": 7}, bias(1, 1, 7, 8), "even lengths; got (1, 1, 7, 8)"),
+        ({"s": 7}, bias(1, 1, 8, 7), "even lengths; got (1, 1, 8, 7)"),
+        ({}, bias(1, 1, 8, 8, dtype="float32"), "the query's dtype; got float32"),
+    ],
+)
+def test_other_biases_are_refused(sizes, given, words):
+    assert words in FUSED.why_not(canonical(operands(**sizes), bias=given))
+
+
+def test_the_logsumexp_has_no_gradient():
+    args = canonical(operands(), return_lse=True)
+    assert FUSED.why_not(args) is None
+    assert "gradient of the logsumexp" in FUSED.why_not(args, direction="backward")
+    assert PUBLIC.why_not(args) == "does not honour ['return_lse']"
+
+
+# Which of the two
+
+
+def test_the_private_names_are_there():
+    found = private.library()
+    assert found is not None
+    rule = inspect.signature(found._dot_product_attention_fwd_rule).parameters
+    assert list(rule)[:4] == ["query", "key", "value", "bias"]
+    assert {"scale", "variadic_args", "mask_type", "layout", "sliding_window_length"} <= set(rule)
+    assert {kind.name for kind in found.MaskType} >= {"NO_MASK", "CAUSAL"}
+    assert found.AttentionLayout.BTNH is not None
+
+
+def test_one_entry_gives_way_to_the_other(monkeypatch):
+    args = canonical(operands())
+    assert FUSED.why_not(args) is None
+    assert PUBLIC.why_not(args) == "gives way to cudnn/gpu, which has a backward of its own"
+    monkeypatch.setattr(private, "library", lambda: None)
+    assert FUSED.why_not(args) == "this version of JAX has other cuDNN primitives"
+    assert PUBLIC.why_not(args) is None
+
+
+@pytest.mark.parametrize("missing", ["_dot_product_attention_fwd_rule", "new"])
+def test_another_jax_has_other_names(monkeypatch, missing):
+    library = private.library()
+    if missing == "new":  # a parameter that nobody here knows
+
+        def changed(query, key, value, bias, something_new):
+            raise AssertionError
+
+        monkeypatch.setattr(library, "_dot_product_attention_fwd_rule", changed)
+    else:
+        monkeypatch.delattr(library, missing)
+    assert private.library.__wrapped__() is None
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without a GPU")
+def test_without_a_gpu_neither_is_chosen():
+    arrays = operands()
+    choice = Executor().choose(FlashAttention(), *arrays.values())
+    assert choice.implementation.name == "xla/any"
+    for entry in (FUSED, PUBLIC):
+        assert choice.refused[entry.name] == "needs a GPU; this call is for cpu"
+    with pytest.raises(UnsupportedError):
+        flash_attention(*arrays.values(), platform="cudnn")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"bias": bias(1, 2, 8, 8)}])
+def test_the_primitives_have_our_shapes(options):
+    """Traced anywhere: outputs, a float32 logsumexp, and a gradient for each operand."""
+    args = canonical(operands(d=16, e=8, groups=1), **options)
+    wanted = frozenset({"query", "key", "value", *options} - {"causal"})
+
+    def both():
+        outputs, residuals = fused.forward(args, None)
+        return outputs, residuals, fused.backward(args, None, outputs, residuals, outputs, wanted)
+
+    (out,), (lse,), gradients = jax.eval_shape(both)
+    assert (out.shape, out.dtype) == ((2, 8, 2, 8), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 2, 8), jnp.float32)
+    for name in wanted:
+        like = getattr(args, name)
+        assert (gradients[name].shape, gradients[name].dtype) == (like.shape, like.dtype)
+
+
+# Numbers, on a device
+
+CASES = {
+    "plain": ({}, {}),
+    "scale": ({}, {"softmax_scale": 0.5}),
+    "cross": ({"t": 32}, {}),
+    "odd": ({"t": 37, "s": 53}, {}),
+    "causal": ({}, {"causal": True}),
+    "window": ({}, {"sliding_window": (9, 0)}),
+    "groups": ({"heads": 4, "groups": 2}, {"causal": True}),
+    "one_query": ({"t": 1}, {}),
+    "d8": ({"d": 8}, {}),
+    "d192": ({"d": 192}, {"causal": True}),
+    "d256": ({"d": 256}, {"causal": True}),
+    "e_not_d": ({"d": 128, "e": 64}, {"causal": True}),
+}
+BIASES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def long_operands(**sizes):
+    return operands(**({"t": 64, "s": 64, "d": 64} | sizes))
+
+
+def check_numbers(entry, args):
+    assert entry.why_not(args) is None
+    made = harness.solve(SPEC, args)
+    harness.assert_close_to_oracle(harness.run_entry(entry, made, (None, None)), made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients(name, dtype):
+    sizes, options = CASES[name]
+    check_numbers(FUSED, canonical(long_operands(**sizes, dtype=dtype), **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lead", BIASES, ids=str)
+def test_a_bias_and_its_gradient(lead, causal):
+    check_numbers(FUSED, canonical(long_operands(), bias=bias(*lead, 64, 64), causal=causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "groups", "one_query"])
+def test_the_logsumexp(name):
+    sizes, options = CASES[name]
+    args = canonical(long_operands(**sizes), **options, return_lse=True)
+    assert FUSED.why_not(args) is None
+    made = _oracle.solve(SPEC, args, (), harness.QUICK)
+    harness.assert_close_to_oracle(harness.run_entry(FUSED, made, (None, None)), made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "groups", "d256"])
+def test_the_public_function_stands_in(name, monkeypatch):
+    monkeypatch.setattr(private, "library", lambda: None)
+    sizes, options = CASES[name]
+    check_numbers(PUBLIC, canonical(long_operands(**sizes), **options))
+
+
+@pytest.mark.gpu
+def test_calls_go_to_whichever_is_there(monkeypatch):
+    arrays = long_operands()
+    kernel = FlashAttention()
+    assert Executor().choose(kernel, *arrays.values(), platform="cudnn").implementation.name == (
+        FUSED.name
+    )
+    fused_out = Executor()(kernel, *arrays.values(), platform="cudnn")
+    monkeypatch.setattr(private, "library", lambda: None)
+    jax.clear_caches()
+    choice = Executor().choose(kernel, *arrays.values(), platform="cudnn")
+    assert choice.implementation.name == PUBLIC.name
+    out = Executor()(kernel, *arrays.values(), platform="cudnn")
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), np.asarray(fused_out, np.float32), rtol=0.02, atol=0.02
+    )

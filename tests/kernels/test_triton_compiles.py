@@ -1,0 +1,142 @@
+"""Triton kernels compile for GPUs that are not here, within the shared memory of each."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import _settings
+from ejkernel._device import Target
+from ejkernel.callib import _triton_call
+from ejkernel.callib._triton_compile import GpuTarget
+from ejkernel.kernels import kernel_registry
+
+pytest.importorskip("triton")
+from ejkernel.kernels._triton.flash_attention import bwd, config, fwd
+
+SPEC = kernel_registry.spec("flash_attention")
+CACHE = pathlib.Path(__file__).parents[2] / ".cache"
+TARGETS = {
+    "cuda:sm_80": Target(kind="gpu", model="A100", capability="8.0"),
+    "cuda:sm_90": Target(kind="gpu", model="H200", capability="9.0"),
+    "cuda:sm_100": Target(kind="gpu", model="B200", capability="10.0"),
+    "hip:gfx942": Target(kind="gpu", model="MI300", capability="gfx942"),
+}
+BATCH, LENGTH, HEADS, GROUPS = 2, 1024, 4, 2
+CAUSAL = {"causal": True}
+EVERYTHING = {
+    "causal": True,
+    "sliding_window": (256, 0),
+    "logits_soft_cap": 30.0,
+    "dropout_prob": 0.1,
+    "dropout_seed": np.uint32([1, 2]),
+    "q_segment_ids": np.zeros((BATCH, LENGTH), np.int32),
+    "kv_segment_ids": np.zeros((BATCH, LENGTH), np.int32),
+    "attention_mask": np.ones((BATCH, 1, LENGTH, LENGTH), bool),
+    "bias": np.zeros((1, HEADS, LENGTH, LENGTH), np.float32),
+    "softmax_aux": np.zeros((HEADS, 2), np.float32),
+    "alibi_slopes": np.zeros(HEADS, np.float32),
+    "return_lse": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _kept():
+    with _settings.override(cache_dir=str(CACHE)):
+        yield
+
+
+def arguments(arrays, options):
+    return SPEC.canonicalize(SPEC.complete({**arrays, **options}))
+
+
+def shapes(d, dtype):
+    sizes = {"query": HEADS, "key": GROUPS, "value": GROUPS}
+    return {
+        name: jax.ShapeDtypeStruct((BATCH, LENGTH, heads, d), jnp.dtype(dtype))
+        for name, heads in sizes.items()
+    }
+
+
+def run_backward(args, cfg):
+    like = lambda shape, dtype: jnp.zeros(shape, dtype)
+    out = like(args.query.shape, args.query.dtype)
+    lse = like((BATCH, HEADS, LENGTH), jnp.float32)
+    outputs = (out, lse) if args.return_lse else (out,)
+    wanted = frozenset(n for n in SPEC.differentiable if getattr(args, n) is not None)
+    return bwd.backward(args, cfg, outputs, (lse,), outputs, wanted)
+
+
+def launches(direction, cfg, arrays, options):
+    """(launch, avals) of the kernels of one direction."""
+    run = fwd.forward if direction == "forward" else run_backward
+    jaxpr = jax.make_jaxpr(lambda arrays: run(arguments(arrays, options), cfg))(arrays)
+    return [
+        (eqn.params["launch"], [v.aval for v in eqn.invars])
+        for eqn in jaxpr.eqns
+        if eqn.primitive is _triton_call.triton_call_p
+    ]
+
+
+def configs(pick, direction, arrays, options, target):
+    """`candidates` or `heuristic` of a call."""
+    found = []
+
+    def trace(arrays):
+        found.append(pick(arguments(arrays, options), direction, target))
+
+    jax.eval_shape(trace, arrays)
+    return found[0]
+
+
+def assert_compiles(direction, cfg, arrays, options, name):
+    made = launches(direction, cfg, arrays, options)
+    assert len(made) == (1 if direction == "forward" else 2)
+    limit = config.shared_limit(TARGETS[name])
+    for launch, avals in made:
+        compiled = _triton_call.compile_launch(launch, avals, GpuTarget.parse(name))
+        assert compiled.name == launch.kernel.__name__
+        assert compiled.shared_bytes <= limit, (compiled.name, cfg)
+
+
+def check_heuristic(direction, d, options, name="cuda:sm_90", dtype="bfloat16"):
+    arrays = shapes(d, dtype)
+    cfg = configs(config.heuristic, direction, arrays, options, TARGETS[name])
+    assert_compiles(direction, cfg, arrays, options, name)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_causal_call_compiles(direction):
+    check_heuristic(direction, 128, CAUSAL)
+
+
+def test_a_plain_call_compiles():
+    check_heuristic("forward", 64, {})
+
+
+@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+def test_every_option_at_once_compiles(direction):
+    check_heuristic(direction, 64, EVERYTHING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, CAUSAL, EVERYTHING], ids=["plain", "causal", "everything"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_first_guess_compiles_everywhere(name, options, direction):
+    check_heuristic(direction, 64, options, name)
+    check_heuristic(direction, 128, options, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("d", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (128, "float32")]
+)
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_candidate_compiles_and_fits(name, d, dtype, direction):
+    arrays = shapes(d, dtype)
+    for cfg in configs(config.candidates, direction, arrays, CAUSAL, TARGETS[name]):
+        assert_compiles(direction, cfg, arrays, CAUSAL, name)
