@@ -141,6 +141,8 @@ class OpSpec:
     scalars: dict[str, Callable[[Any], np.ndarray]] = dataclasses.field(default_factory=dict)
     # values of canonical arguments as the public function takes them, for kernels from outside
     publish: Callable[[Any], dict[str, Any]] = lambda args: args.arrays() | args.statics()
+    # checks of values while they are known: always, and only under `EJKERNEL_DEBUG`
+    check: Callable[[dict[str, Any]], None] | None = None
     debug: Callable[[dict[str, Any]], None] | None = None
     # outputs of kernels as the public function returns them
     finish: Callable[[Any, tuple[Any, ...]], tuple[Any, ...]] = lambda args, outputs: outputs

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from ejkernel.kernels import kernel_registry
 from ejkernel.modules import sampled_matmul, sparse_matmul
 
 M, K, N, SIZE = 10, 7, 6, 4
@@ -206,3 +207,15 @@ def test_errors_of_sampled(change, error, message):
     call = {"lhs": normal(3, M, N), "rhs": normal(4, N, K), "rows": ROWS, "cols": COLS}
     with pytest.raises(error, match=message):
         sampled_matmul(**(call | {"block_size": SIZE} | change))
+
+
+@pytest.mark.parametrize("op", ["sparse_matmul", "sampled_matmul"])
+def test_a_kernel_asked_for_by_name_refuses_bad_places_too(op):
+    rows, cols = jnp.asarray([0, 7]), jnp.asarray([0, 0])
+    run = kernel_registry.get(op, "xla")
+    arguments = {
+        "sparse_matmul": (jnp.ones((2, 4, 4)), rows, cols, jnp.ones((8, 3)), (8, 8)),
+        "sampled_matmul": (jnp.ones((8, 3)), jnp.ones((3, 8)), rows, cols, 4),
+    }
+    with pytest.raises(ValueError, match=r"`rows`.*7"):
+        run(*arguments[op])

@@ -15,7 +15,7 @@ _SHAPES = {
     "long_keys": (1, 19, 50, 3, 1, 8, 24),
     "long_queries": (2, 45, 33, 2, 2, 32, 16),
 }
-_OPTIONS: dict[str, tuple[Any, ...]] = {
+OPTIONS: dict[str, tuple[Any, ...]] = {
     "shape": tuple(_SHAPES),
     "causal": (False, True),
     "window": (None, 7, (9, -1), (3, 2)),
@@ -30,7 +30,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
+def case_values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     """Public arguments of one row of options; every array from a key of its own."""
     batch, t, s, heads, kv_heads, d, e = _SHAPES[row["shape"]]
     keys = iter(jax.random.split(key, 12))
@@ -58,8 +58,8 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     if row["lengths"] == "rows":
         values |= _row_lengths(batch, t, s)
     elif row["lengths"] == "segments":
-        values["q_segment_ids"] = jnp.asarray(_segments(batch, t))
-        values["kv_segment_ids"] = jnp.asarray(_segments(batch, s))
+        values["q_segment_ids"] = jnp.asarray(segment_rows(batch, t))
+        values["kv_segment_ids"] = jnp.asarray(segment_rows(batch, s))
     if row["sinks"] is not None:
         values["softmax_aux"] = normal(heads if row["sinks"] == "per_head" else 1, 2)
     if row["alibi"]:
@@ -78,7 +78,7 @@ def _row_lengths(batch: int, t: int, s: int) -> dict[str, Any]:
     return {"cum_seqlens_q": jnp.asarray(q, jnp.int32), "cum_seqlens_k": jnp.asarray(k, jnp.int32)}
 
 
-def _segments(batch: int, length: int) -> np.ndarray:
+def segment_rows(batch: int, length: int) -> np.ndarray:
     """Three segments and negative padding, cut differently in each row."""
     ids = np.full((batch, length), -1, np.int32)
     for row in range(batch):
@@ -89,8 +89,8 @@ def _segments(batch: int, length: int) -> np.ndarray:
     return ids
 
 
-_PLAIN = {name: values[0] for name, values in _OPTIONS.items()}
-_NAMED = {
+_PLAIN = {name: values[0] for name, values in OPTIONS.items()}
+NAMED = {
     "plain": {},
     "causal": {"causal": True, "return_lse": True},
     "causal_window_sinks": {"causal": True, "window": 7, "sinks": "per_head"},
@@ -108,16 +108,16 @@ _CORE_ROWS = 7
 @functools.cache
 def cases() -> tuple[_spec.Case, ...]:
     """Named triples first, then the cover; the head of the table is the core."""
-    rows = [(name, _PLAIN | row) for name, row in _NAMED.items()]
-    cover = _cases.pairwise(_OPTIONS, seed=3)
+    rows = [(name, _PLAIN | row) for name, row in NAMED.items()]
+    cover = _cases.pairwise(OPTIONS, seed=3)
     # the richest rows make the core: most options at once
     cover.sort(key=lambda row: sum(row[name] == _PLAIN[name] for name in row))
     rows += [(f"cover{i:02d}", row) for i, row in enumerate(cover)]
     made = []
     for index, (name, row) in enumerate(rows):
-        core = index < len(_NAMED) + _CORE_ROWS
+        core = index < len(NAMED) + _CORE_ROWS
         tags = frozenset({"core", "full"} if core else {"full"})
-        made.append(_spec.Case(name, functools.partial(_values, row), tags))
+        made.append(_spec.Case(name, functools.partial(case_values, row), tags))
     return tuple(made)
 
 
@@ -125,7 +125,7 @@ def changes() -> dict[str, Any]:
     """For each option, arguments that set it on the plain case; tests look for the effect."""
     batch, t, s, heads, *_ = _SHAPES["square"]
     keys = iter(jax.random.split(jax.random.key(23), 8))
-    ids = {"q_segment_ids": jnp.asarray(_segments(batch, t))}
+    ids = {"q_segment_ids": jnp.asarray(segment_rows(batch, t))}
     return {
         "attention_mask": {"attention_mask": jnp.arange(s)[None, None, None] % 3 != 0},
         "bias": {"bias": jax.random.normal(next(keys), (batch, heads, t, s))},
@@ -142,7 +142,7 @@ def changes() -> dict[str, Any]:
         },
         "softmax_aux": {"softmax_aux": jnp.asarray([[1.0, 2.0, 0.5]])},
         "q_segment_ids": ids,
-        "kv_segment_ids": ids | {"kv_segment_ids": jnp.asarray(_segments(batch, s)[::-1])},
+        "kv_segment_ids": ids | {"kv_segment_ids": jnp.asarray(segment_rows(batch, s)[::-1])},
         "alibi_slopes": {"alibi_slopes": jnp.linspace(0.1, 0.5, heads)},
         "return_lse": {"return_lse": True},
         # nothing to see in the numbers of a kernel that is deterministic anyway

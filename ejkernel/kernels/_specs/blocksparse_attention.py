@@ -32,10 +32,10 @@ class BlocksparseAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
     softmax_scale: float | None = _spec.static(
-        default=None, unset=flash_attention._default_scale, computed=True
+        default=None, unset=flash_attention.default_scale, computed=True
     )
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
-        default=None, unset=flash_attention._no_window
+        default=None, unset=flash_attention.no_window
     )
     logits_soft_cap: float | None = _spec.static(default=None)
     softmax_aux: Float[Array, "#h sinks"] | None = _spec.array(ranks=(1,))
@@ -72,7 +72,7 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
     _common.check_heads(OP, num_q_heads, num_kv_heads)
     causal, mask = bool(call["causal"]), call["attention_mask"]
     q_ids, kv_ids = _common.pair_up(OP, call, ("q_segment_ids", "kv_segment_ids"), t, s)
-    as_array = flash_attention._as_array
+    as_array = flash_attention.as_array
     return BlocksparseAttentionArgs(
         query=query,
         key=key,
@@ -215,8 +215,8 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     if row["bias"]:
         values["bias"] = normal(*((batch, heads, t, s) if row["bias"] == "full" else (1, 1, 1, s)))
     if row["ids"]:
-        values["q_segment_ids"] = jnp.asarray(_attention_cases._segments(batch, t))
-        values["kv_segment_ids"] = jnp.asarray(_attention_cases._segments(batch, s))
+        values["q_segment_ids"] = jnp.asarray(_attention_cases.segment_rows(batch, t))
+        values["kv_segment_ids"] = jnp.asarray(_attention_cases.segment_rows(batch, s))
     if row["sinks"]:
         values["softmax_aux"] = normal(heads if row["sinks"] == "per_head" else 1, 2)
     return values
@@ -250,7 +250,7 @@ def changes() -> dict[str, dict[str, Any]]:
     """For each option, arguments that set it on the plain case; tests look for the effect."""
     batch, t, s, heads, *_ = _SHAPES["square"]
     finer = jnp.repeat(jnp.repeat(_some(5, 5), 2, axis=0), 2, axis=1)
-    ids = {"q_segment_ids": jnp.asarray(_attention_cases._segments(batch, t))}
+    ids = {"q_segment_ids": jnp.asarray(_attention_cases.segment_rows(batch, t))}
     return {
         "sparsity_mask": {"sparsity_mask": jnp.eye(5, dtype=bool)},
         # the same pairs in smaller blocks
@@ -264,7 +264,7 @@ def changes() -> dict[str, dict[str, Any]]:
         "softmax_aux": {"softmax_aux": jnp.asarray([[1.0, 2.0, 0.5]])},
         "q_segment_ids": ids,
         "kv_segment_ids": ids
-        | {"kv_segment_ids": jnp.asarray(_attention_cases._segments(batch, s)[::-1])},
+        | {"kv_segment_ids": jnp.asarray(_attention_cases.segment_rows(batch, s)[::-1])},
         "mask_builder": {"sparsity_mask": None, "mask_builder": block_mask.local(1)},
         "return_lse": {"return_lse": True},
     }

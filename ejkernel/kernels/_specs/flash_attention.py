@@ -16,11 +16,11 @@ from ejkernel.types import MaskInfo
 from ejkernel.xla_utils import segments
 
 
-def _no_window(window: Window, args: Any) -> bool:
+def no_window(window: Window, args: Any) -> bool:
     return window in (None, (None, 0 if args.causal else None))
 
 
-def _default_scale(scale: float | None, args: Any) -> bool:
+def default_scale(scale: float | None, args: Any) -> bool:
     return scale in (None, _common.canonical_scale("", None, args.query.shape[-1]))
 
 
@@ -34,11 +34,11 @@ class FlashAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
-    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
+    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
     dropout_prob: float = _spec.static(default=0.0)
     dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
-        default=None, unset=_no_window
+        default=None, unset=no_window
     )
     logits_soft_cap: float | None = _spec.static(default=None)
     cum_seqlens_q: Int[Array, "n1"] | None = None
@@ -85,27 +85,27 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
         key=key,
         value=value,
         attention_mask=None if mask is None else _common.as_bool(mask),
-        bias=_as_array(call["bias"]),
+        bias=as_array(call["bias"]),
         causal=causal,
         softmax_scale=_common.canonical_scale(op, call["softmax_scale"], head_dim),
         dropout_prob=prob,
         dropout_seed=seed,
         sliding_window=_common.narrower(window, call.get("_window", (None, None))),
         logits_soft_cap=_common.canonical_cap(op, call["logits_soft_cap"]),
-        cum_seqlens_q=_as_array(cum_q, jnp.int32),
-        cum_seqlens_k=_as_array(cum_k, jnp.int32),
+        cum_seqlens_q=as_array(cum_q, jnp.int32),
+        cum_seqlens_k=as_array(cum_k, jnp.int32),
         softmax_aux=_common.canonical_sinks(op, call["softmax_aux"], num_q_heads),
-        q_segment_ids=_as_array(q_ids, jnp.int32),
-        kv_segment_ids=_as_array(kv_ids, jnp.int32),
-        alibi_slopes=_as_array(call["alibi_slopes"]),
+        q_segment_ids=as_array(q_ids, jnp.int32),
+        kv_segment_ids=as_array(kv_ids, jnp.int32),
+        alibi_slopes=as_array(call["alibi_slopes"]),
         return_lse=bool(call.get("return_lse", False)),
         deterministic=bool(call.get("deterministic", False)),
-        q_positions=_as_array(call.get("q_positions"), jnp.int32),
-        kv_positions=_as_array(call.get("kv_positions"), jnp.int32),
+        q_positions=as_array(call.get("q_positions"), jnp.int32),
+        kv_positions=as_array(call.get("kv_positions"), jnp.int32),
     )
 
 
-def _as_array(value: Any, dtype: Any = None) -> jax.Array | None:
+def as_array(value: Any, dtype: Any = None) -> jax.Array | None:
     return None if value is None else jnp.asarray(value, dtype)
 
 

@@ -187,12 +187,12 @@ def twin(args: MLAAttentionArgs, block: int) -> dict[str, int]:
 
 
 _LATENT, _ROPE = 12, 6
-_OPTIONS = _attention_cases._OPTIONS | {"rope": (None, "query", "heads", "shared")}
+_OPTIONS = _attention_cases.OPTIONS | {"rope": (None, "query", "heads", "shared")}
 
 
 def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     """A call of `flash_attention` with keys and values made of a latent."""
-    values = _attention_cases._values(row, dtype, key)
+    values = _attention_cases.case_values(row, dtype, key)
     batch, t, heads, d = values["query"].shape
     _, s, groups, e = values["value"].shape
     del values["key"], values["value"]
@@ -220,8 +220,8 @@ _NAMED = {
     "plain": {},
     "causal": {"causal": True, "return_lse": True, "rope": "query"},
     "causal_window_sinks": {"causal": True, "window": 7, "sinks": "per_head", "rope": "heads"},
-    "packed_causal_dropout": _attention_cases._NAMED["packed_causal_dropout"] | {"rope": "shared"},
-    "segments_window_bias": _attention_cases._NAMED["segments_window_bias"] | {"rope": "query"},
+    "packed_causal_dropout": _attention_cases.NAMED["packed_causal_dropout"] | {"rope": "shared"},
+    "segments_window_bias": _attention_cases.NAMED["segments_window_bias"] | {"rope": "query"},
 }
 _CORE_ROWS = 5
 

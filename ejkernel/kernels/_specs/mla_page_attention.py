@@ -93,7 +93,7 @@ def _check_pages(q_nope: jax.Array, q_pe: jax.Array, kv_pages: jax.Array) -> Non
             f"`{_OP}`: `kv_pages` must have rows of {latent} + {rope}, the latent of `q_nope` and "
             f"the rope part of `q_pe`; got {width}."
         )
-    if kv_pages.dtype != q_nope.dtype and str(kv_pages.dtype) not in page_attention._NARROW:
+    if kv_pages.dtype != q_nope.dtype and str(kv_pages.dtype) not in page_attention.NARROW:
         raise TypeError(
             f"`{_OP}`: `kv_pages` must have the dtype of `q_nope`, {q_nope.dtype}, or be int8 or "
             f"float8; got {kv_pages.dtype}. Cast with `kv_pages.astype(q_nope.dtype)`."

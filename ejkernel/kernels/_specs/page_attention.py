@@ -13,7 +13,7 @@ from ejkernel.kernels import _cases, _spec
 from ejkernel.kernels._specs import _common, _paged
 from ejkernel.ops.core.types import FwdParams
 
-_NARROW = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NARROW = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 def no_window(window: Any, args: Any) -> bool:
@@ -64,7 +64,7 @@ def check_caches(op: str, query: jax.Array, **caches: jax.Array) -> None:
     """Keys and values have the dtype of the query, or both a narrow one that scales widen."""
     _common.check_floats(op, query=query)
     for name, array in caches.items():
-        if array.dtype != query.dtype and str(array.dtype) not in _NARROW:
+        if array.dtype != query.dtype and str(array.dtype) not in NARROW:
             raise TypeError(
                 f"`{op}`: `{name}` must have the dtype of `query`, {query.dtype}, or be int8 or "
                 f"float8; got {array.dtype}. Cast with `{name}.astype(query.dtype)`."

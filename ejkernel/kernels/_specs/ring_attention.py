@@ -35,12 +35,12 @@ class RingAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #columns"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #columns"] | None = _spec.array(hint=MASK_HINT)
     softmax_scale: float | None = _spec.static(
-        default=None, unset=flash_attention._default_scale, computed=True
+        default=None, unset=flash_attention.default_scale, computed=True
     )
     dropout_prob: float = _spec.static(default=0.0)
     dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
-        default=None, unset=flash_attention._no_window
+        default=None, unset=flash_attention.no_window
     )
     logits_soft_cap: float | None = _spec.static(default=None)
     softmax_aux: Float[Array, "#h sinks"] | None = _spec.array(ranks=(1,))

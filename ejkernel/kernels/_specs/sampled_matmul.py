@@ -104,5 +104,6 @@ SPEC = _spec.OpSpec(
     cases=cases,
     examples=examples,
     config=SampledMatmulConfig,
+    check=check_values,
     instead="give each device the places of its own rows",
 )

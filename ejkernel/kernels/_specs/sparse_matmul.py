@@ -115,6 +115,7 @@ SPEC = _spec.OpSpec(
     cases=cases,
     examples=examples,
     config=SparseMatmulConfig,
+    check=check_values,
     shardable=frozenset({"n"}),
     instead="give each device the blocks of its own rows",
 )

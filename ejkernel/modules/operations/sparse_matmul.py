@@ -5,7 +5,6 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _op_kernel
-from ejkernel.kernels._specs import sparse_matmul as _spec
 from ejkernel.kernels._specs.sparse_matmul import SparseMatmulConfig
 
 
@@ -54,8 +53,3 @@ class SparseMatmul(_op_kernel.OpKernel):
 
     op = "sparse_matmul"
     function = sparse_matmul
-
-    def dynamic(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Checks indices while their values are known: a compiled program has only their shape."""
-        _spec.check_values(call)
-        return super().dynamic(call)

@@ -186,13 +186,13 @@ class Pairs:
 
     def key_bounds(self, b: Any, i: Any) -> tuple[Any, Any]:
         """Blocks of keys that queries block i of batch block b may see."""
-        return ranges.bounds(self._table(b), i)
+        return ranges.bounds(self.table(b), i)
 
     def query_bounds(self, b: Any, j: Any) -> tuple[Any, Any]:
         """Blocks of queries that may see keys block j."""
-        return ranges.bounds(self._table(b).T, j)
+        return ranges.bounds(self.table(b).T, j)
 
-    def _table(self, b: Any) -> Any:
+    def table(self, b: Any) -> Any:
         seen = self.seen
         if isinstance(seen, np.ndarray):
             return seen[0]  # static tables do not depend on the row

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Tile, multiply, pad
+from ejkernel.kernels._xla._blocks.pairs import Tile, multiply
 from ejkernel.kernels._xla.blocksparse_attention import config
 from ejkernel.kernels._xla.blocksparse_attention.blocks import ListedPairs, over
 from ejkernel.kernels._xla.flash_attention import bwd as dense
@@ -25,10 +25,10 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    lse, delta = dense._rows(args, outputs, residuals, cotangents)
+    lse, delta = dense.row_terms(args, outputs, residuals, cotangents)
     grads = {name: jnp.zeros_like(array) for name, array in args.arrays().items() if name in wanted}
     if "softmax_aux" in wanted:
-        grads["softmax_aux"] = _sink_gradient(args, lse, delta)
+        grads["softmax_aux"] = dense.sink_gradient(args, lse, delta)
     if 0 in args.query.shape[:3] or args.key.shape[1] == 0:
         return grads
     pairs = ListedPairs(args, config.blocks(args, cfg))
@@ -65,30 +65,11 @@ def backward(
 def _operands(args: Any, pairs: ListedPairs, dout: jax.Array, lse, delta) -> dense._Operands:
     """Arrays in the kernel's layout; see `_Operands`."""
     if not pairs.whole:
-        return dense._operands(args, pairs, dout, lse, delta)
+        return dense.operands_of(args, pairs, dout, lse, delta)
     q, k, dout = pairs.queries(args.query), pairs.keys(args.key), pairs.queries(dout)
     lse, delta = pairs.rows(softmax.shift(lse)), pairs.rows(delta)
     dout = dout.astype(q.dtype)
     return dense._Operands(q, q, k, k, pairs.keys(args.value), dout, dout, lse, delta)
-
-
-def _sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """d/dsink = -sum over rows of exp(sink - lse) * delta."""
-    sinks = args.softmax_aux.astype(lse.dtype)
-    weights = jnp.exp(sinks[None, :, None, :] - softmax.shift(lse)[..., None])  # [b, h, t, n]
-    terms = (-weights * delta[..., None]).transpose(0, 2, 1, 3)
-    if sinks.shape[0] == 1:
-        terms = terms.reshape(-1, 1, sinks.shape[1])
-    return _sum(terms.reshape(-1, *sinks.shape)).astype(args.softmax_aux.dtype)
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """The sum over the first axis in pairs: the terms cancel, and one after another they lose."""
-    while x.shape[0] > 1:
-        half = -(-x.shape[0] // 2)
-        x = pad(x, 0, 2 * half)
-        x = x[:half] + x[half:]
-    return x.sum(axis=0)
 
 
 def _of_keys(pairs: ListedPairs, chunks: tuple[int, int], x: jax.Array) -> jax.Array:
@@ -123,7 +104,7 @@ def _key_block(
         dq_tile = multiply("bgds,bgsrt->bgdrt", k_transposed, narrow).transpose(0, 1, 3, 4, 2)
         dq = loops.put(dq, dq_tile, (0, 0, 0, i, 0))
         if dbias is not None:
-            dbias = dense._add_bias(dbias, dlogits, at)
+            dbias = dense.add_bias(dbias, dlogits, at)
         return (dq, dbias), dk, dv
 
     zeros = (jnp.zeros(k_tile.shape, pairs.dtype), jnp.zeros(v_tile.shape, pairs.dtype))

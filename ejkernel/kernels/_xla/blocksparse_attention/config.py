@@ -31,13 +31,13 @@ class Config:
 
 
 def _with_rows(args: Any, tile: int) -> Config:
-    made = dense._with_rows(args, args.block_size, args.block_size, tile)
+    made = dense.with_rows(args, args.block_size, args.block_size, tile)
     return Config(**dataclasses.asdict(made))
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:
     """As many heads and rows as a tile holds, where they share the mask."""
-    return _with_rows(args, _CPU_TILE if target.kind == "cpu" else dense._WIDE_TILE)
+    return _with_rows(args, _CPU_TILE if target.kind == "cpu" else dense.WIDE_TILE)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
@@ -74,8 +74,8 @@ def blocks(args: Any, cfg: Config) -> Blocks:
     mask_batch, mask_heads, _, _ = args.sparsity_mask.shape
     batch, num_kv_heads = args.key.shape[0], args.key.shape[2]
     return Blocks(
-        b=dense._divisor(batch, cfg.block_b) if mask_batch == 1 else 1,
-        g=dense._divisor(num_kv_heads, cfg.block_h) if mask_heads == 1 else 1,
+        b=dense.divisor(batch, cfg.block_b) if mask_batch == 1 else 1,
+        g=dense.divisor(num_kv_heads, cfg.block_h) if mask_heads == 1 else 1,
         q=args.block_size,
         k=args.block_size,
     )

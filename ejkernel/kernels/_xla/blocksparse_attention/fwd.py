@@ -23,9 +23,9 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     batch, t, num_q_heads, _ = args.query.shape
     width = args.value.shape[-1]
     if 0 in (batch, t, num_q_heads):
-        out, lse = dense._nothing(args)
+        out, lse = dense.nothing(args)
     elif args.key.shape[1] == 0:
-        out, lse, _ = formula._nothing(args)
+        out, lse, _ = formula.nothing(args)
     else:
         blocks = config.blocks(args, cfg)
         pairs = ListedPairs(args, blocks)
@@ -49,7 +49,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
 def _operands(args: Any, pairs: ListedPairs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v in the kernel's layout."""
     if not pairs.whole:
-        return dense._operands(args, pairs)
+        return dense.operands_of(args, pairs)
     return pairs.queries(args.query), pairs.keys(args.key), pairs.keys(args.value)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply
+from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply, pad
 from ejkernel.kernels._xla.flash_attention import config
 
 
@@ -43,14 +43,14 @@ def backward(
     if 0 in (batch, t, num_q_heads, s):
         grads = {name: jnp.zeros_like(array) for name, array in args.arrays().items()}
         if "softmax_aux" in wanted and t * batch * num_q_heads:
-            grads["softmax_aux"] = _sink_gradient(
-                args, *_rows(args, outputs, residuals, cotangents)
+            grads["softmax_aux"] = sink_gradient(
+                args, *row_terms(args, outputs, residuals, cotangents)
             )
         return grads
     blocks = config.blocks(args, cfg)
     pairs = Pairs(args, blocks)
-    lse, delta = _rows(args, outputs, residuals, cotangents)
-    operands = _operands(args, pairs, cotangents[0], lse, delta)
+    lse, delta = row_terms(args, outputs, residuals, cotangents)
+    operands = operands_of(args, pairs, cotangents[0], lse, delta)
     chunks = (batch // blocks.b, pairs.groups // blocks.g)
     dbias = None
     if "bias" in wanted:
@@ -85,11 +85,11 @@ def backward(
         full = args.bias.shape
         grads["bias"] = dbias[..., : full[2], : full[3]].reshape(full).astype(args.bias.dtype)
     if "softmax_aux" in wanted:
-        grads["softmax_aux"] = _sink_gradient(args, lse, delta)
+        grads["softmax_aux"] = sink_gradient(args, lse, delta)
     return grads
 
 
-def _rows(args: Any, outputs, residuals, cotangents) -> tuple[jax.Array, jax.Array]:
+def row_terms(args: Any, outputs, residuals, cotangents) -> tuple[jax.Array, jax.Array]:
     """The rows' lse, and delta = sum(out * dout) - dlse; [b, h, t]."""
     (lse,) = residuals
     dtype = lse.dtype
@@ -99,7 +99,7 @@ def _rows(args: Any, outputs, residuals, cotangents) -> tuple[jax.Array, jax.Arr
     return lse, delta - cotangents[1].astype(dtype) if args.return_lse else delta
 
 
-def _operands(args: Any, pairs: Pairs, dout: jax.Array, lse, delta) -> _Operands:
+def operands_of(args: Any, pairs: Pairs, dout: jax.Array, lse, delta) -> _Operands:
     dout = dout.astype(args.query.dtype)
     # where a cotangent is not finite, nan weights carry that to the keys the row sees, no others
     spoiled = ~jnp.isfinite(dout).all(axis=-1).transpose(0, 2, 1)
@@ -146,7 +146,7 @@ def _key_block(pairs: Pairs, x: _Operands, state: Any, b: Any, g: Any, j: Any) -
         dq_tile = multiply("bgds,bgsrt->bgdrt", k_transposed, narrow).transpose(0, 1, 3, 4, 2)
         dq = loops.put(dq, dq_tile, (0, 0, 0, i, 0))
         if dbias is not None:
-            dbias = _add_bias(dbias, dlogits, at)
+            dbias = add_bias(dbias, dlogits, at)
         return (dq, dbias), dk, dv
 
     zeros = (jnp.zeros(k_tile.shape, pairs.dtype), jnp.zeros(v_tile.shape, pairs.dtype))
@@ -156,7 +156,7 @@ def _key_block(pairs: Pairs, x: _Operands, state: Any, b: Any, g: Any, j: Any) -
     return state, (dk, dv)
 
 
-def _add_bias(dbias: jax.Array, dlogits: jax.Array, at: Tile) -> jax.Array:
+def add_bias(dbias: jax.Array, dlogits: jax.Array, at: Tile) -> jax.Array:
     """Adds a tile [b, g, s, r, t] to dbias [b, g, r, T, S], summed over its broadcast axes."""
     block = dlogits.transpose(0, 1, 3, 4, 2)
     ones = tuple(axis for axis, size in enumerate(dbias.shape) if size == 1)
@@ -164,10 +164,20 @@ def _add_bias(dbias: jax.Array, dlogits: jax.Array, at: Tile) -> jax.Array:
     return loops.put(dbias, block, (at.b, at.g, 0, at.i, at.j))
 
 
-def _sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
+def sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """d/dsink = -sum over rows of exp(sink - lse) * delta."""
     sinks = args.softmax_aux.astype(lse.dtype)
     weights = jnp.exp(sinks[None, :, None, :] - softmax.shift(lse)[..., None])  # [b, h, t, n]
-    grad = -(weights * delta[..., None]).sum(axis=(0, 2))  # [h, n]
-    grad = grad.sum(axis=0, keepdims=True) if sinks.shape[0] == 1 else grad
-    return grad.astype(args.softmax_aux.dtype)
+    terms = (-weights * delta[..., None]).transpose(0, 2, 1, 3)
+    if sinks.shape[0] == 1:
+        terms = terms.reshape(-1, 1, sinks.shape[1])
+    return _sum(terms.reshape(-1, *sinks.shape)).astype(args.softmax_aux.dtype)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """The sum over the first axis in pairs: the terms cancel, and one after another they lose."""
+    while x.shape[0] > 1:
+        half = -(-x.shape[0] // 2)
+        x = pad(x, 0, 2 * half)
+        x = x[:half] + x[half:]
+    return x.sum(axis=0)

@@ -10,9 +10,9 @@ from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 # A CPU wants the tile of logits in its cache: 512 x 256 of 8 heads in float32 forward (4 MiB), and
 # half of that backward, which holds two tiles (2 cores of an AMD EPYC, docs/measured.md).
-_CPU_TILE = {FORWARD: 1 << 20, BACKWARD: 1 << 19}
+CPU_TILE = {FORWARD: 1 << 20, BACKWARD: 1 << 19}
 # Elsewhere a tile only has to fill the device and leave memory for the rest.
-_WIDE_TILE = 1 << 26
+WIDE_TILE = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Config:
                 raise ValueError(f"`Config`: {field.name}={value!r} must be a positive int.")
 
 
-def _even(length: int, most: int) -> int:
+def even(length: int, most: int) -> int:
     """A block of at most `most` that cuts a length with the least padding."""
     if length <= most:
         return max(length, 1)
@@ -39,19 +39,19 @@ def _even(length: int, most: int) -> int:
     return min(most, -(-length // count // 8) * 8)
 
 
-def _divisor(total: int, most: int) -> int:
+def divisor(total: int, most: int) -> int:
     """The greatest divisor of `total` that is at most `most`."""
     return next((n for n in range(min(total, max(most, 1)), 0, -1) if total % n == 0), 1)
 
 
-def _with_rows(args: Any, block_q: int, block_k: int, tile: int) -> Config:
+def with_rows(args: Any, block_q: int, block_k: int, tile: int) -> Config:
     """Adds as many heads, then batch rows, as a tile holds."""
     batch, _, num_q_heads, _ = args.query.shape
     num_kv_heads = args.key.shape[2]
     one = max(block_q * block_k * (num_q_heads // num_kv_heads), 1)
-    block_h = _divisor(num_kv_heads, tile // one)
+    block_h = divisor(num_kv_heads, tile // one)
     full = block_h == num_kv_heads
-    block_b = _divisor(batch, tile // (one * block_h)) if full else 1
+    block_b = divisor(batch, tile // (one * block_h)) if full else 1
     return Config(block_q=block_q, block_k=block_k, block_b=block_b, block_h=block_h)
 
 
@@ -62,16 +62,16 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
         most_q, most_k = (512, 256) if direction == FORWARD else (256, 512)
     else:
         most_q, most_k = 1024, 1024
-    tile = _CPU_TILE[direction] if target.kind == "cpu" else _WIDE_TILE
-    return _with_rows(args, _even(t, most_q), _even(s, most_k), tile)
+    tile = CPU_TILE[direction] if target.kind == "cpu" else WIDE_TILE
+    return with_rows(args, even(t, most_q), even(s, most_k), tile)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """The heuristic's neighbours; a tuner measures them."""
     t, s = args.query.shape[1], args.key.shape[1]
-    tile = _CPU_TILE[direction] if target.kind == "cpu" else _WIDE_TILE
+    tile = CPU_TILE[direction] if target.kind == "cpu" else WIDE_TILE
     sizes = ((512, 256), (256, 512), (512, 512), (256, 256), (128, 128), (1024, 1024), (2048, 2048))
-    made = [_with_rows(args, _even(t, q), _even(s, k), tile) for q, k in sizes]
+    made = [with_rows(args, even(t, q), even(s, k), tile) for q, k in sizes]
     return tuple(dict.fromkeys([heuristic(args, direction, target), *made]))
 
 
@@ -102,5 +102,5 @@ def blocks(args: Any, cfg: Config) -> Blocks:
     if args.dropout_prob:
         size_k = -(-size_k // 4) * 4  # one random counter serves four keys
     return Blocks(
-        b=_divisor(batch, cfg.block_b), g=_divisor(num_kv_heads, cfg.block_h), q=size_q, k=size_k
+        b=divisor(batch, cfg.block_b), g=divisor(num_kv_heads, cfg.block_h), q=size_q, k=size_k
     )

@@ -29,7 +29,7 @@ def attend(
     batch, t, num_q_heads, _ = args.query.shape
     s, num_kv_heads, width = args.value.shape[1:]
     if 0 in (batch, t, s):
-        return _nothing(args)
+        return nothing(args)
     size_k = -(-s // 4) * 4
     pairs = Pairs(args, Blocks(b=batch, g=num_kv_heads, q=rows, k=size_k))
     poison = {
@@ -89,7 +89,7 @@ def attend(
     return out.astype(args.query.dtype), lse, weights
 
 
-def _nothing(args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def nothing(args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Results of a call without a pair: only sinks reach the lse."""
     batch, t, num_q_heads, _ = args.query.shape
     s, _, width = args.value.shape[1:]

@@ -19,11 +19,11 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     batch, t, num_q_heads, _ = args.query.shape
     width = args.value.shape[-1]
     if 0 in (batch, t, num_q_heads):
-        out, lse = _nothing(args)
+        out, lse = nothing(args)
     else:
         blocks = config.blocks(args, cfg)
         pairs = Pairs(args, blocks)
-        q, k, v = _operands(args, pairs)
+        q, k, v = operands_of(args, pairs)
         sinks = pairs.sinks()
         chunks = (batch // blocks.b, pairs.groups // blocks.g)
 
@@ -41,7 +41,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     return ((out, lse) if args.return_lse else (out,)), (lse,)
 
 
-def _operands(args: Any, pairs: Pairs) -> tuple[jax.Array, jax.Array, jax.Array]:
+def operands_of(args: Any, pairs: Pairs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q, k, v in the kernel's layout; a value that is not finite marks its key, not its matrix."""
     spoiled = ~jnp.isfinite(args.value).all(axis=-1, keepdims=True)
     key = jnp.where(spoiled, jnp.nan, args.key)
@@ -72,7 +72,7 @@ def _row_block(pairs, q, k, v, sinks, b, g, i) -> tuple[jax.Array, jax.Array]:
     return softmax.finish(softmax.add_sinks(state, pairs.head_block(sinks, first)))
 
 
-def _nothing(args: Any) -> tuple[jax.Array, jax.Array]:
+def nothing(args: Any) -> tuple[jax.Array, jax.Array]:
     """The output of a call without a query."""
     batch, t, num_q_heads, _ = args.query.shape
     out = jnp.zeros((batch, t, num_q_heads, args.value.shape[-1]), args.query.dtype)

@@ -53,11 +53,11 @@ def backward(
     """Gradients of the wanted arguments."""
     grads = {name: jnp.zeros_like(array) for name, array in args.arrays().items()}
     if 0 not in args.query.shape[:3]:
-        lse, delta = flash._rows(args, outputs, residuals, cotangents)
+        lse, delta = flash.row_terms(args, outputs, residuals, cotangents)
         if args.key_value.shape[1]:
             grads |= _pull(Form(args, cfg), cotangents[0], lse, delta, wanted)
         if "softmax_aux" in wanted:
-            grads["softmax_aux"] = flash._sink_gradient(args, lse, delta)
+            grads["softmax_aux"] = flash.sink_gradient(args, lse, delta)
     return grads
 
 
@@ -182,7 +182,7 @@ def _key_block(
             context = _add_rows(form, context, value_rows, kept, i)
         rows = _OfRows(dq, context)
         if dbias is not None:
-            dbias = flash._add_bias(dbias, dlogits, at)
+            dbias = flash.add_bias(dbias, dlogits, at)
         return dbias, rows, dk, dv
 
     sums, rows = carry

@@ -52,14 +52,14 @@ def _sized(args: Any, direction: str, absorb: bool, most: tuple[int, int], tile:
     """As many heads, then batch rows, as a tile holds; an absorbed tile holds all query heads."""
     batch, t, num_q_heads, _ = args.query.shape
     s, num_kv_heads = args.key_value.shape[1], args.w_kc.shape[1]
-    block_q, block_k = flash._even(t, most[0]), flash._even(s, most[1])
+    block_q, block_k = flash.even(t, most[0]), flash.even(s, most[1])
     groups = 1 if absorb else num_kv_heads
     repeat = max(num_q_heads // groups, 1)
     if absorb:
         block_q = min(block_q, max(tile // (block_k * repeat), 16))
     one = block_q * block_k * repeat
-    block_h = flash._divisor(groups, tile // one)
-    block_b = flash._divisor(batch, tile // (one * block_h)) if block_h == groups else 1
+    block_h = flash.divisor(groups, tile // one)
+    block_b = flash.divisor(batch, tile // (one * block_h)) if block_h == groups else 1
     return Config(block_q=block_q, block_k=block_k, block_b=block_b, block_h=block_h, absorb=absorb)
 
 
@@ -70,14 +70,14 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
     absorb = work(args, direction, True) < work(args, direction, False)
     cpu = target.kind == "cpu"
     most = (512, 256) if direction == FORWARD else (256, 512)
-    tile = flash._CPU_TILE[direction] if cpu else flash._WIDE_TILE
+    tile = flash.CPU_TILE[direction] if cpu else flash.WIDE_TILE
     return _sized(args, direction, absorb, most if cpu else (1024, 1024), tile)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """The heuristic, the other form, and neighbours of the heuristic; a tuner measures them."""
     guess = heuristic(args, direction, target)
-    tile = flash._CPU_TILE[direction] if target.kind == "cpu" else flash._WIDE_TILE
+    tile = flash.CPU_TILE[direction] if target.kind == "cpu" else flash.WIDE_TILE
     sizes = ((512, 256), (256, 512), (512, 512), (128, 128), (1024, 1024), (2048, 2048))
     made = [_sized(args, direction, guess.absorb, most, tile) for most in sizes]
     other = _sized(args, direction, not guess.absorb, (guess.block_q, guess.block_k), tile)
@@ -114,8 +114,8 @@ def blocks(args: Any, cfg: Config) -> Blocks:
     if args.dropout_prob:
         size_k = -(-size_k // 4) * 4  # one random counter serves four keys
     return Blocks(
-        b=flash._divisor(batch, cfg.block_b),
-        g=flash._divisor(groups, cfg.block_h),
+        b=flash.divisor(batch, cfg.block_b),
+        g=flash.divisor(groups, cfg.block_h),
         q=min(cfg.block_q, max(t, 1)),
         k=size_k,
     )

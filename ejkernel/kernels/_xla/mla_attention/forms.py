@@ -101,7 +101,7 @@ class Form:
 
     def key_bounds(self, b: Any) -> tuple[Any, Any]:
         """Blocks of keys that some query of a block of rows may see."""
-        table = self.pairs._table(b)
+        table = self.pairs.table(b)
         return ranges.bounds(table.any(axis=0)[None], 0)
 
     def pull_keys(

@@ -27,7 +27,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         room = blocks * size if num_pages else 0
         # the scale of a page is that of its keys and of its values
         view = types.SimpleNamespace(**vars(args), queries=args.q_nope, v_scale=args.k_scale)
-        cuts = ragged._cut(view, cfg.block_q, room)
+        cuts = ragged.cut(view, cfg.block_q, room)
 
         def take(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
             pages = jnp.take(args.kv_pages, ids, axis=0, mode="clip")[:, :, None]

@@ -24,7 +24,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     count, blocks = args.block_tables.shape
     if 0 not in (tokens, heads, count):
         room = blocks * size if num_pages else 0
-        cuts = _cut(args, cfg.block_q, room)
+        cuts = cut(args, cfg.block_q, room)
 
         def take(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
             pages = jnp.take(args.kv_pages, ids, axis=0, mode="clip").swapaxes(2, 3)
@@ -78,7 +78,7 @@ class _Cuts(NamedTuple):
         return owner, token, jnp.where(real, position, -1)
 
 
-def _cut(args: Any, size: int, room: int) -> _Cuts:
+def cut(args: Any, size: int, room: int) -> _Cuts:
     """Sequences that do not count have no queries; bad starts are clamped to the tokens."""
     starts = jnp.clip(args.query_start_loc, 0, args.queries.shape[0])
     counts = jnp.maximum(jnp.diff(starts), 0)
