@@ -233,11 +233,7 @@ def keep_kernel(
     tl.store(out + o, kept.to(tl.int32))
 
 
-@pytest.mark.parametrize("prob", [0.1, 0.5])
-@pytest.mark.parametrize("block", [4, 8, 16])
-@pytest.mark.parametrize("place", [(0, 0, 0), (3, 2, 4096)])
-def test_kept_pairs_are_those_of_every_backend(prob, block, place):
-    seed = jnp.asarray([5, 0x80000001], jnp.uint32)
+def keep(seed, place, block, threshold):
     (made,) = triton_call(
         keep_kernel,
         seed,
@@ -247,8 +243,17 @@ def test_kept_pairs_are_those_of_every_backend(prob, block, place):
         BQ=4,
         BK=block,
         KEYS=16,
-        THRESHOLD=int(prob * 2.0**32),
+        THRESHOLD=threshold,
     )
+    return np.asarray(made)
+
+
+@pytest.mark.parametrize("prob", [0.1, 0.5])
+@pytest.mark.parametrize("block", [4, 8, 16])
+@pytest.mark.parametrize("place", [(0, 0, 0), (3, 2, 4096)])
+def test_kept_pairs_are_those_of_every_backend(prob, block, place):
+    seed = jnp.asarray([5, 0x80000001], jnp.uint32)
+    made = keep(seed, place, block, int(prob * 2.0**32))
     batch, head, first = place
     expected = xla_philox.keep(
         seed,
@@ -260,7 +265,14 @@ def test_kept_pairs_are_those_of_every_backend(prob, block, place):
         num_keys=16,
     )
     np.testing.assert_array_equal(made, expected)
-    assert 0 < np.asarray(made).sum() < 64
+    assert 0 < made.sum() < 64
+
+
+def test_a_word_that_equals_the_threshold_is_kept():
+    seed = np.asarray([3, 4], np.uint32)
+    first = int(words(seed, [(0, 0, 0, 0)] * 2)[0, 0])
+    assert keep(seed, (0, 0, 0), 16, first)[0, 0]
+    assert not keep(seed, (0, 0, 0), 16, first + 1)[0, 0]
 
 
 # Masks

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _settings
-from ejkernel.callib import _triton_call, triton_call
+from ejkernel.callib import _triton_call, _triton_interpret, triton_call
 from ejkernel.callib._triton_compile import GpuTarget
+from ejkernel.xla_utils import manual
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -263,6 +264,20 @@ def test_a_batched_launch_passes_strides_and_compiles(tmp_path):
     assert compiled.code.count(".param .") >= len(plan.parameters)
 
 
+@pytest.mark.parametrize("spread", [(3, 1), (2, 2)], ids=["one_axis", "two_axes"])
+def test_each_program_of_a_batched_launch_has_its_own_slices(spread):
+    """The kernel that a GPU gets, interpreted; programs beyond the batch do nothing."""
+    xs = np.stack([X, X + 1, -X])
+    ((launch, avals),) = launches(jax.vmap(total_of, (0, None)), xs, Y)
+    plan = _triton_call._plan(launch, avals)
+    total, product = np.full_like(xs, np.nan), np.full_like(xs, np.nan)
+    given = [xs, Y, 10, total, product, *plan.parameters[5:]]
+    grid = (plan.grid[0], *spread)
+    _triton_interpret.run(plan.kernel, given, dict(launch.constants), grid)
+    np.testing.assert_allclose(total, 2 * xs + Y, rtol=1e-6)
+    np.testing.assert_allclose(product, xs * Y, rtol=1e-6)
+
+
 def test_more_programs_than_an_axis_holds_take_two_axes():
     many = jax.ShapeDtypeStruct((100_000, 4), jnp.float32)
     ((launch, avals),) = launches(jax.vmap(total_of), many, many)
@@ -315,6 +330,18 @@ def test_shard_map():
     np.testing.assert_allclose(on_two(total_of, (P("i"), P("i")))(xs, ys), 2 * xs + ys, rtol=1e-6)
     out = on_two(total_of, (P("i"), P()))(xs, Y)  # y is alike on both devices
     np.testing.assert_allclose(out, 2 * xs + np.concatenate([Y, Y]), rtol=1e-6)
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two devices")
+def test_outputs_differ_between_devices_where_any_input_does():
+    def checked(x, y):
+        out = total_of(x, y)
+        assert manual.varying_axes(out) == {"i"}
+        return out
+
+    ys = np.concatenate([Y, -Y])
+    out = on_two(checked, (P(), P("i")))(X, ys)
+    np.testing.assert_allclose(out, 2 * np.concatenate([X, X]) + ys, rtol=1e-6)
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 2, reason="needs two devices")

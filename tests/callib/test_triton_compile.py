@@ -177,6 +177,7 @@ def test_a_cache_that_somebody_switched_off_stays_on_for_us(folder, monkeypatch)
     assert counted(compile_plus) == (1, 0)
     _triton_compile.compile_kernel.cache_clear()
     assert counted(compile_plus) == (0, 1)
+    assert list((folder / "triton").rglob("*.cubin"))
     assert os.environ["TRITON_CACHE_DIR"] == ""
 
 
