@@ -13,6 +13,8 @@ from ejkernel.modules import page_attention, pages_to_interleaved, ragged_page_a
 
 BATCH, HEADS, HEAD_DIM, CONTEXT = 8, 8, 64, 4096
 BAR = 0.67
+# keys laid out for two products, without lengths or tables: how far the walk is from the least
+EINSUM_BAR = 0.3
 
 
 def setup(groups, size, full):
@@ -83,10 +85,10 @@ COMPARISONS = [
     common.Comparison("page_attention, 8 key heads, page 16", BAR, decode(8, 16)),
     common.Comparison("page_attention, 8 key heads, page 128", BAR, decode(8, 128)),
     common.Comparison("page_attention, 8 key heads, page 16, half full", BAR, decode(8, 16, False)),
-    common.Comparison("einsums, 2 key heads, page 16", BAR, decode(2, 16, beside=plain)),
-    common.Comparison("einsums, 2 key heads, page 128", BAR, decode(2, 128, beside=plain)),
-    common.Comparison("einsums, 8 key heads, page 16", BAR, decode(8, 16, beside=plain)),
-    common.Comparison("einsums, 8 key heads, page 128", BAR, decode(8, 128, beside=plain)),
+    common.Comparison("einsums, 2 key heads, page 16", EINSUM_BAR, decode(2, 16, beside=plain)),
+    common.Comparison("einsums, 2 key heads, page 128", EINSUM_BAR, decode(2, 128, beside=plain)),
+    common.Comparison("einsums, 8 key heads, page 16", EINSUM_BAR, decode(8, 16, beside=plain)),
+    common.Comparison("einsums, 8 key heads, page 128", EINSUM_BAR, decode(8, 128, beside=plain)),
     common.Comparison("ragged_page_attention, 2 key heads, page 16", BAR, ragged(2, 16)),
     common.Comparison("ragged_page_attention, 8 key heads, page 16", BAR, ragged(8, 16)),
 ]

@@ -61,7 +61,8 @@ def comparisons():
                 made.append(
                     common.Comparison(
                         label,
-                        3.0,
+                        # heads that share no mask share no tile, and small products use one core
+                        2.5 if size == 64 and heads else 3.0,
                         functools.partial(make, size, heads, backward),
                         tolerance=1e6,  # see above
                     )
