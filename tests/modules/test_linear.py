@@ -36,7 +36,7 @@ def oracle(op="linear_recurrence", **values):
     return spec.reference_fn()(spec.canonicalize(spec.complete(values)))
 
 
-def close(actual, expected, tol=1e-5):
+def assert_close(actual, expected, tol=1e-5):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         scale = max(float(np.abs(e).max(initial=0)), 1e-3)
         np.testing.assert_allclose(a, e, rtol=tol, atol=tol * scale)
@@ -46,7 +46,7 @@ def close(actual, expected, tol=1e-5):
 def test_any_length(t):
     values = arrays(t)
     actual = linear_recurrence(**values, return_state=True)
-    close(actual, oracle(**values, return_state=True))
+    assert_close(actual, oracle(**values, return_state=True))
 
 
 def test_gradients_without_a_token_reach_the_state_alone():
@@ -78,11 +78,11 @@ def test_strong_gates_are_exact_and_so_are_weak_ones_after_them(gates):
 
     actual = jax.jit(jax.value_and_grad(functools.partial(loss, linear_recurrence)))(values)
     wanted = jax.value_and_grad(functools.partial(loss, oracle))(values)
-    close(actual, wanted, 2e-5)
+    assert_close(actual, wanted, 2e-5)
     # strong gates have small gradients, which must not drown in those of weak ones
     grads, expected = actual[1], wanted[1]
     for name in gates:
-        close(grads[name][:, 1:40], expected[name][:, 1:40], 1e-4)
+        assert_close(grads[name][:, 1:40], expected[name][:, 1:40], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["g", "gk", "gv"])
@@ -94,7 +94,7 @@ def test_a_gate_of_minus_infinity_forgets(name):
     rest = {n: x if n == "initial_state" else x[:, 7:] for n, x in values.items()}
     del rest["initial_state"]
     rest[name] = rest[name].at[:, 0].set(0.0)
-    close(actual[:, 7:], linear_recurrence(**rest))
+    assert_close(actual[:, 7:], linear_recurrence(**rest))
     grads = jax.grad(lambda v: linear_recurrence(**v).sum())(values)
     assert all(np.isfinite(x).all() for x in grads.values())
 
@@ -113,7 +113,7 @@ def test_states_join_the_pieces_of_a_sequence(reverse):
         found[piece.start], state = linear_recurrence(
             **part, initial_state=state, reverse=reverse, return_state=True
         )
-    close((jnp.concatenate([found[p.start] for p in pieces], 1), state), (whole, last))
+    assert_close((jnp.concatenate([found[p.start] for p in pieces], 1), state), (whole, last))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_chunks_of_any_size_agree(cfg):
     spec = kernel_registry.spec("linear_recurrence")
     args = spec.canonicalize(spec.complete(arrays(41) | {"return_state": True}))
     cfg = config.Config(**cfg)
-    close(jax.jit(lambda args: fwd.forward(args, cfg)[0])(args), spec.reference_fn()(args))
+    assert_close(jax.jit(lambda args: fwd.forward(args, cfg)[0])(args), spec.reference_fn()(args))
 
 
 @pytest.mark.parametrize("name", ["cover00", "scalar", "packed", "packed_reverse"])
@@ -144,7 +144,7 @@ def test_token_by_token_and_chunks_have_the_same_gradients(name):
         for more in ({"recurrent": True}, {"block_n": 2})
     ]
     assert {*made[0]} == wanted
-    close(*made)
+    assert_close(*made)
 
 
 def test_the_form_follows_the_length_and_a_tuner_tries_both():
@@ -188,7 +188,7 @@ def test_long_rows_keep_neither_their_states_nor_their_pairs(run, arrays_in):
 def test_key_heads_serve_groups_of_query_heads():
     values = arrays(30)
     repeated = values | {n: jnp.repeat(values[n], 2, axis=2) for n in ("key", "value")}
-    close(linear_recurrence(**values), linear_recurrence(**repeated))
+    assert_close(linear_recurrence(**values), linear_recurrence(**repeated))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -211,7 +211,7 @@ def test_packed_sequences_are_independent(reverse):
         alone = linear_recurrence(
             **alone, initial_state=state[n : n + 1], reverse=reverse, return_state=True
         )
-        close((out[:, start:end], last[n : n + 1]), alone)
+        assert_close((out[:, start:end], last[n : n + 1]), alone)
     weights = jnp.sin(jnp.arange(state.size, dtype=jnp.float32)).reshape(state.shape)
     grads = jax.grad(lambda v: (run(v, jnp.asarray(ends))[1] * weights).sum())(values)
     np.testing.assert_array_equal(grads["initial_state"][0], weights[0])
@@ -237,9 +237,9 @@ def test_special_forms_are_the_general_one():
     gk = values["gk"]
     qkv = [values[n] for n in ("query", "key", "value")]
     gamma = jnp.linspace(-0.4, 0.0, 4)
-    close(gla(*qkv, gk, gamma), linear_recurrence(*qkv, gk=gk, g_gamma=gamma))
+    assert_close(gla(*qkv, gk, gamma), linear_recurrence(*qkv, gk=gk, g_gamma=gamma))
     decays = -(8 / 4) * (1 - 2 / 5) * jnp.arange(4.0)
-    close(
+    assert_close(
         lightning_attention(*qkv, layer_idx=2, num_layers=5),
         linear_recurrence(*qkv, g_gamma=decays),
     )
@@ -255,13 +255,13 @@ def test_transforms():
 
     stacked = {n: jnp.stack([x, 0.5 * x]) for n, x in values.items()}
     expected = jnp.stack([run(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(2)])
-    close(jax.vmap(run)(stacked), expected)
+    assert_close(jax.vmap(run)(stacked), expected)
     plain = lambda values: oracle(**values)[0]
     tangents = arrays(9, batch=2, seed=1)
-    close(jax.jvp(run, (values,), (tangents,)), jax.jvp(plain, (values,), (tangents,)))
+    assert_close(jax.jvp(run, (values,), (tangents,)), jax.jvp(plain, (values,), (tangents,)))
     inner = [jax.grad(lambda q, f=f: (f(values | {"query": q}) ** 2).sum()) for f in (run, plain)]
     q = values["query"]
-    close(*(jax.jvp(f, (q,), (tangents["query"],)) for f in inner), 1e-4)
+    assert_close(*(jax.jvp(f, (q,), (tangents["query"],)) for f in inner), 1e-4)
 
 
 def test_batch_and_heads_split_over_devices():
@@ -273,10 +273,10 @@ def test_batch_and_heads_split_over_devices():
     values = arrays(9, batch=2)
     options = {"mesh": mesh, "in_specs": (spec,) * 3, "return_state": True}
     actual = linear_recurrence(**values, **options, out_specs=(spec, states))
-    close(actual, linear_recurrence(**values, return_state=True))
+    assert_close(actual, linear_recurrence(**values, return_state=True))
     qkv = {n: values[n] for n in ("query", "key", "value")} | {"layer_idx": 0, "num_layers": 3}
     actual = lightning_attention(**qkv, **options, out_specs=(spec, states))
-    close(actual, lightning_attention(**qkv, return_state=True))
+    assert_close(actual, lightning_attention(**qkv, return_state=True))
 
 
 @pytest.mark.parametrize(
