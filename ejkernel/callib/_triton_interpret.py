@@ -8,6 +8,7 @@ live in one process. The interpreter patches `triton.language` while it runs: on
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -157,5 +158,6 @@ def run(
     given = [_Tensor(p) if isinstance(p, np.ndarray) else p for p in parameters]
     with LOCK:  # compiling must not see the patched language, nor must the making of a twin
         twin = _twin(kernel)
-        with _interpreted_language(), np.errstate(all="ignore"):
+        with _interpreted_language(), np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # as a device: a row of nan is one
             twin.run(*given, grid=grid, warmup=False, **constants)

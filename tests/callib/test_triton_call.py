@@ -141,6 +141,8 @@ def test_an_empty_grid_leaves_aliased_memory_as_it_was():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_memory_that_nobody_wrote_is_nan(dtype):
+    if dtype == "bfloat16" and triton.__version__.startswith("3.6"):
+        pytest.skip("Triton 3.6 does not interpret bfloat16")
     assert np.isnan(np.asarray(add_one(jnp.zeros(4, dtype), n=0), np.float32)).all()
     assert np.isnan(add_one(jnp.zeros(4))).all()  # and so is what is made of it
 

@@ -201,7 +201,8 @@ print(json.dumps([tests.counted(lambda: tests.compile_plus(x)) for x in json.loa
 
 def in_a_process(folder, *added):
     """(compiled, found) for each constant, in a process where somebody switched the cache off."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "EJKERNEL_CACHE_DIR": str(folder)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "EJKERNEL_CACHE_DIR": str(folder)}
     command = [sys.executable, "-c", PROCESS, json.dumps(added)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -11,6 +11,8 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from ejkernel._device import Target
+from ejkernel.kernels import kernel_registry
+from ejkernel.modules import FlashAttention
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel
 from ejkernel.ops.config import table
 
@@ -215,3 +217,37 @@ def test_what_ships_can_be_read():
 
 def test_a_device_without_rows_is_no_error():
     assert table.rows("no such device", "scale") == ()
+
+
+# What ships
+
+
+def shipped_files():
+    folder = pathlib.Path(table.__file__).parents[2] / "data" / "tuned"
+    devices = json.loads((folder / "devices.json").read_text())
+    return {device["model"] for device in devices}, sorted(folder.glob("*/*.json"))
+
+
+def test_every_table_belongs_to_a_device():
+    devices, files = shipped_files()
+    assert {f.parent.name for f in files} == {table.slug(model) for model in devices}
+
+
+@pytest.mark.parametrize("file", shipped_files()[1], ids=lambda f: f"{f.parent.name}-{f.stem}")
+def test_shipped_rows_are_of_kernels_that_are_there(file):
+    entries = {(e.name, e.version): e for e in kernel_registry.list(file.stem)}
+    found = table.rows(file.parent.name, file.stem)
+    assert found
+    for row in found:
+        entry = entries[row.implementation, row.version]
+        assert (entry.config is None) == (row.config is None)
+        if row.config is not None:
+            assert dataclasses.asdict(entry.config.Config(**row.config)) == row.config
+
+
+def test_a_shipped_row_is_found_by_its_call():
+    executor = Executor(ConfigSelectorChain(autotune=False))
+    q = jnp.zeros((4, 4096, 16, 128), jnp.bfloat16)
+    inv = executor.invocation(FlashAttention(), q, q, q, causal=True, platform="triton")
+    stored = table.known(dataclasses.replace(inv, target=H200))
+    assert stored.implementation == "triton/gpu"

@@ -387,7 +387,7 @@ def test_files_of_another_user_are_left_alone(cache, monkeypatch, damage, use):
 # Trouble with the disk
 
 
-def call_with_one_warning(cache):
+def check_one_warning(cache):
     executor, kernel = tuning(cache), Double()
     with pytest.warns(EjkernelWarning, match="cache") as told:
         found = [executor(kernel, x) for x in (X, jnp.ones(7))]
@@ -401,8 +401,8 @@ def call_with_one_warning(cache):
 
 def test_a_path_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("mine")
-    call_with_one_warning(PersistentCache(tmp_path / "file" / "cache"))
-    call_with_one_warning(PersistentCache(tmp_path / "file"))
+    check_one_warning(PersistentCache(tmp_path / "file" / "cache"))
+    check_one_warning(PersistentCache(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -422,7 +422,7 @@ def test_a_disk_that_refuses(cache, monkeypatch, module, function, code):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, function, refuse)
-        call_with_one_warning(cache)
+        check_one_warning(cache)
     assert not [path for path in cache.path.rglob("*") if path.is_file()]
 
 
@@ -432,7 +432,7 @@ def test_a_file_that_cannot_be_read(cache, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "read_bytes", refuse)
-        call_with_one_warning(cache)
+        check_one_warning(cache)
 
 
 FULL = """
@@ -460,7 +460,7 @@ def test_a_home_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     with _settings.override(cache_dir=None):
-        call_with_one_warning(PersistentCache())
+        check_one_warning(PersistentCache())
 
 
 @pytest.mark.parametrize("given", [None, "~/cache"])
@@ -473,7 +473,7 @@ def test_a_user_without_a_home(tmp_path, monkeypatch, given):
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.chdir(tmp_path)
     with _settings.override(cache_dir=given):
-        call_with_one_warning(PersistentCache())
+        check_one_warning(PersistentCache())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -73,3 +73,9 @@ def finite(x):
 def spoiled(x):
     """Which rows of a tile hold something that is not finite."""
     return tl.max(tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
+
+
+@triton.jit
+def any_nan(x):
+    """Whether a tile holds nan: what came of a product with something that nobody should see?"""
+    return tl.max((x != x).to(tl.int32)) > 0  # over both axes at once: one exchange of warps

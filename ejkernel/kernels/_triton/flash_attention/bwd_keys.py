@@ -49,24 +49,29 @@ def _key_step(
     dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BK, BQ]
     x = pairs.logits(
         dots, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
     p = softmax.weights(x, b_lse[None, :], seen, UNITS, MASKED or (mask is not None))
     dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BK, BQ]
-    if (MASKED and (LEFT or IDS >= 1)) or (mask is not None):  # see forward
+    # what nobody sees may be nan, and 0 * nan is nan. A causal mask alone hides a query from some
+    # keys only, and its tiles are left as fast: to do them again, as forward does, costs 15 %
+    if (MASKED and (LEFT or IDS >= 1)) or (mask is not None):
         b_q = addresses.finite(b_q)
         b_do = addresses.finite(b_do)
     kept = p
     if THRESHOLD is not None:
-        keep = tl.trans(philox.keep(seed, i_b, i_h, o_q, k_row, BQ, BK, THRESHOLD))
+        # as bytes: AMD's compiler has no shared memory for single bits
+        keep = philox.keep(seed, i_b, i_h, o_q, k_row, BQ, BK, THRESHOLD).to(tl.int8)
+        keep = tl.trans(keep) != 0
         kept = tl.where(keep, p * KEPT, 0.0)
         dp = tl.where(keep, dp * KEPT, 0.0)
     dv = tl.dot(kept.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
     ds = p * (dp - b_delta[None, :])
+    if CAP is not None:
+        y = x * (1.0 / CAP)
+        ds *= 1.0 - y * y
     if MASKED or (mask is not None):  # p is 0, but the rest may be nan
         ds = tl.where(seen, ds, 0.0)
-    if CAP is not None:
-        ds *= 1.0 - (x / CAP) * (x / CAP)
     if dbias is not None:
         _add_bias(dbias, ds, o_q, o_k, dbias_t, dbias_s, num_q, num_k, SUM_Q, SUM_K)
     narrow = ds.to(b_q.dtype)

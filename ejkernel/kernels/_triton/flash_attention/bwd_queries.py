@@ -17,6 +17,7 @@ def _query_step(
     UNITS: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    WARY: tl.constexpr,
 ):  # fmt: skip
     """Adds what block j of the keys gives to dq; tiles are [BQ, BK]."""
     row = j * BK
@@ -45,7 +46,7 @@ def _query_step(
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
     x = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
     p = softmax.weights(x, b_lse[:, None], seen, UNITS, MASKED or (mask is not None))
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
@@ -53,11 +54,12 @@ def _query_step(
         keep = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
         dp = tl.where(keep, dp * KEPT, 0.0)
     ds = p * (dp - b_delta[:, None])
-    if MASKED or (mask is not None):
-        ds = tl.where(seen, ds, 0.0)
     if CAP is not None:
-        ds *= 1.0 - (x / CAP) * (x / CAP)
-    if (MASKED and (LEFT or IDS >= 1)) or (mask is not None):
+        y = x * (1.0 / CAP)
+        ds *= 1.0 - y * y
+    if MASKED or (mask is not None):  # p is 0, but the rest may be nan
+        ds = tl.where(seen, ds, 0.0)
+    if WARY:  # see forward
         b_k = addresses.finite(b_k)
     return tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
 
@@ -145,7 +147,7 @@ def flash_attention_bwd_dq_kernel(
                 drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
                 bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
                 SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-                KEPT, PRECISION, True,
+                KEPT, PRECISION, True, False,
             )  # fmt: skip
     for j in range(full, ragged):
         dq = _query_step(
@@ -153,7 +155,7 @@ def flash_attention_bwd_dq_kernel(
             drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
             bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
             SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-            KEPT, PRECISION, False,
+            KEPT, PRECISION, False, False,
         )  # fmt: skip
     if TAIL:
         for j in range(ragged, last):
@@ -162,8 +164,19 @@ def flash_attention_bwd_dq_kernel(
                 drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
                 bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
                 SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-                KEPT, PRECISION, True,
+                KEPT, PRECISION, True, False,
             )  # fmt: skip
+    if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
+        if addresses.any_nan(dq):
+            dq = tl.zeros([BQ, BD], tl.float32)
+            for j in tl.range(first, last, num_stages=1):
+                dq = _query_step(
+                    dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, drop_b,
+                    drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
+                    bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
+                    BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+                    THRESHOLD, KEPT, PRECISION, True, True,
+                )  # fmt: skip
     p_dq = addresses.tile_pointers(
         dq_out + (wide_b * num_q * num_heads + wide_h) * D, row, num_heads * D, BQ, BD
     )

@@ -49,26 +49,35 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "options": options}
 
 
+def _is_amd(target: Target) -> bool:
+    return target.capability is not None and target.capability.startswith("gfx")
+
+
 def shared_limit(target: Target) -> int:
     """Bytes of shared memory that a program may use on a device."""
     asked = _settings.current().triton_smem_limit
     if asked is not None:
         return asked
-    if target.capability is not None and target.capability.startswith("gfx"):
+    if _is_amd(target):
         return _SHARED_AMD
     return _SHARED.get(target.capability or "", _SHARED_LEAST)
 
 
-def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
+def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
     """An estimate of the shared memory of a program: resident and pipelined tiles."""
     size = jnp.dtype(args.query.dtype).itemsize
     d, e = (max(next_power_of_2(x.shape[-1]), 16) for x in (args.query, args.value))
-    stages = max(cfg.num_stages, 1)
-    if direction == FORWARD:
-        return size * (cfg.block_q * d + stages * cfg.block_k * (d + e))
-    resident = cfg.block_k * (d + e)
-    streamed = cfg.block_q * (d + e)
-    return size * (resident + stages * streamed + 2 * cfg.block_q * cfg.block_k)
+    stages, tile = cfg.num_stages, cfg.block_q * cfg.block_k
+    held, streamed = cfg.block_q, cfg.block_k
+    tiles = size * tile  # of weights, on their way between two products
+    if direction != FORWARD:
+        held, streamed, tiles = cfg.block_k, cfg.block_q, 2 * size * tile
+    if _is_amd(target):  # what is held is in registers, and so is a stage on its way
+        return tiles + max(stages - 1, 1) * size * streamed * (d + e)
+    pairs = (args.bias, args.attention_mask)  # these are streamed too; a mask in bytes
+    widths = sum(1 if x.dtype == bool else x.dtype.itemsize for x in pairs if x is not None)
+    resident = held * d if direction == FORWARD else held * (d + e) + 2 * tile
+    return size * (resident + stages * streamed * (d + e)) + stages * tile * widths
 
 
 # (block_q, block_k, warps, stages, registers), best first: measured on an H200 with 16k tokens
@@ -139,8 +148,10 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the lengths; at least the smallest one."""
     names = ("block_q", "block_k", "num_warps", "num_stages", "max_registers")
     made = [Config(**dict(zip(names, values, strict=True))) for values in _guesses(args, direction)]
+    if _is_amd(target):
+        made = [dataclasses.replace(c, max_registers=0) for c in made]
     limit = shared_limit(target)
-    fitting = [c for c in made if shared_bytes(args, direction, c) <= limit]
+    fitting = [c for c in made if shared_bytes(args, direction, c, target) <= limit]
     return tuple(dict.fromkeys(_short(args, c) for c in fitting or made[-1:]))
 
 

@@ -26,15 +26,16 @@ def _step(
     UNITS: tl.constexpr,
     CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
     POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
-    """Folds block j of the keys into the state of the rows."""
+    """Folds block j of the keys into the state of the rows.
+
+    A hidden key has weight 0, but 0 * nan is nan. WARY: a value that is not finite marks its key,
+    and is taken as 0.
+    """
     row = j * BK
     o_k = row + tl.arange(0, BK)
     b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, MASKED)
-    # keys that nobody sees may hold nan, and 0 * nan is nan: a value that is not finite marks its
-    # key. A causal mask alone hides a key from some queries only, and its tiles are left as fast.
-    WARY: tl.constexpr = (MASKED and (LEFT or IDS >= 1)) or (mask is not None)
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
     if WARY:
         b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
@@ -45,7 +46,7 @@ def _step(
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
     x = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
     if MASKED:
         b_ki = o_k
@@ -155,7 +156,7 @@ def flash_attention_fwd_kernel(
                 q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
                 mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
                 CAP, BIAS,
-                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True,
+                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False,
             )  # fmt: skip
     # 2. blocks that need no mask
     for j in range(full, ragged):
@@ -164,7 +165,7 @@ def flash_attention_fwd_kernel(
             q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
             mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP,
             BIAS,
-            SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False,
+            SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False, False,
         )  # fmt: skip
     # 3. the diagonal, the end of a segment, the last block
     if TAIL:
@@ -174,8 +175,23 @@ def flash_attention_fwd_kernel(
                 q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
                 mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
                 CAP, BIAS,
-                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True,
+                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False,
             )  # fmt: skip
+
+    # 4. rarely, all again: nan may have come from what a mask hides
+    if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
+        if addresses.any_nan(acc):
+            m = tl.full([BQ], float("-inf"), tl.float32)
+            l = tl.zeros([BQ], tl.float32)
+            acc = tl.zeros([BQ, BE], tl.float32)
+            for j in tl.range(first, last, num_stages=1):
+                m, l, acc = _step(
+                    m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q,
+                    q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s,
+                    mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE,
+                    NATURAL, UNITS, CAP, BIAS,
+                    SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, True,
+                )  # fmt: skip
 
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)

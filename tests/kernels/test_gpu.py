@@ -1,0 +1,94 @@
+"""What only a GPU shows: offsets beyond 2³¹ elements, and a second process with nothing to do."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels import _oracle, kernel_registry
+from tests.kernels import harness
+
+pytestmark = pytest.mark.gpu
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SPEC = kernel_registry.spec("flash_attention")
+
+
+def normal(seed, shape, parts=1):
+    """Random numbers; a long array in parts, which need less memory at once."""
+    rows = shape[1] // parts
+    make = lambda key: jax.random.normal(key, (shape[0], rows, *shape[2:]), jnp.bfloat16)
+    made = jax.lax.map(make, jax.random.split(jax.random.key(seed), parts))
+    return jnp.moveaxis(made, 0, 1).reshape(shape)
+
+
+def test_more_than_two_billion_elements():
+    """The queries stand at the end and look a short way back: all they see is beyond 2³¹."""
+    heads, d, seen = 64, 128, 512
+    s = 2**31 // (heads * d) + seen
+    options = {"causal": True, "sliding_window": (200, 0), "return_lse": True}
+    q = normal(0, (1, 130, heads, d))
+    k, v = (normal(seed, (1, s, heads, d), parts=64) for seed in (1, 2))
+    assert k.size > 2**31
+    make = lambda k, v: SPEC.canonicalize(
+        SPEC.complete({"query": q, "key": k, "value": v} | options)
+    )
+    made = harness.solve(SPEC, make(k[:, -seen:], v[:, -seen:]))
+    whole = _oracle.Problem(make(k, v), made.cotangents, made.wanted, None, None)
+    entry = harness.find_entry("flash_attention", "triton/gpu")
+    cfg = harness.configs(entry, whole.args, "heuristic")
+
+    def tail(args, cotangents):
+        outputs, residuals = entry.fn(args, cfg[0])
+        wanted = frozenset(made.wanted)
+        grads = entry.backward(args, cfg[1], outputs, residuals, cotangents, wanted)
+        before = [jnp.abs(grads[n][:, :-seen]).max() for n in ("key", "value")]
+        return outputs, {n: g[:, -seen:] for n, g in grads.items()}, before
+
+    outputs, grads, before = jax.jit(tail)(whole.args, made.cotangents)
+    harness.assert_close_to_oracle(_oracle.answer(SPEC, made.args, outputs, grads), made)
+    assert [float(x) for x in before] == [0.0, 0.0]
+
+
+PROCESS = """
+import json, jax, jax.numpy as jnp
+from ejkernel.callib import _triton_compile
+from ejkernel.modules import flash_attention
+from ejkernel.ops.execution import tuning
+
+measured = []
+measure = tuning.benchmark.measure
+tuning.benchmark.measure = lambda *a, **k: measured.append(1) or measure(*a, **k)
+q, k, v = (jax.random.normal(jax.random.key(i), (1, 256, 2, 64), jnp.bfloat16) for i in range(3))
+loss = lambda *x: flash_attention(*x, causal=True, platform="triton").astype(jnp.float32).sum()
+jax.block_until_ready(jax.grad(loss, (0, 1, 2))(q, k, v))
+print(json.dumps({"measured": len(measured), **_triton_compile.counts}))
+"""
+
+
+def in_a_process(folder):
+    """What a process measured, compiled, and found compiled."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS],
+        cwd=ROOT,
+        env=os.environ
+        | {"EJKERNEL_CACHE_DIR": str(folder), "EJKERNEL_AUTOTUNE_POLICY": "autotune"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_second_process_neither_tunes_nor_compiles(tmp_path):
+    first = in_a_process(tmp_path)
+    assert first["measured"] > 2
+    assert first["compiled"] > 2
+    second = in_a_process(tmp_path)
+    assert second["measured"] == second["compiled"] == 0
+    assert second["found"] == 3  # forward, dk and dv, dq
