@@ -134,16 +134,6 @@ def public_times(folder):
     return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=False))
 
 
-def launches(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is _triton_call.triton_call_p:
-            yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from launches(inner)
-
-
 def compile_main(number, count, quick):
     """In a process without a device: compiles every count-th candidate into the cache on disk."""
     target = _device.Target("gpu", "NVIDIA H200", "9.0")
@@ -169,7 +159,8 @@ def compile_main(number, count, quick):
             args = jax.eval_shape(args_of, *xs[:3])
             jobs += [(fn, c, inputs) for c in entry.candidates(args, direction, target)]
     for fn, cfg, inputs in jobs[number::count]:
-        for eqn in launches(jax.make_jaxpr(lambda *x, f=fn, c=cfg: f(c, *x))(*inputs).jaxpr):
+        jaxpr = jax.make_jaxpr(lambda *x, f=fn, c=cfg: f(c, *x))(*inputs).jaxpr
+        for eqn in _triton_call.launches(jaxpr):
             avals = [v.aval for v in eqn.invars]
             gpu = _triton_compile.GpuTarget("cuda", 90)
             _triton_call.compile_launch(eqn.params["launch"], avals, gpu)

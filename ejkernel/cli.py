@@ -1,10 +1,8 @@
 """The `ejkernel` command: what is here, what a call would run, and what was measured."""
 
 import argparse
-import ast
 import contextlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import os
@@ -17,15 +15,16 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from ejkernel import _cli_aot, _cli_call
+from ejkernel._cli_call import UsageError
+from ejkernel._cli_text import say as _say
+from ejkernel._cli_text import table as _table
+
 # JAX and the rest of the package are imported by the commands that need them: `--help` is quick,
 # and an interrupt during an import ends as quietly as any other.
 
 _DISTRIBUTIONS = ("jax", "jaxlib", "triton", "jax-triton", "libtpu")
 _KEY = re.compile(r"[0-9a-zA-Z_-]{1,80}")
-
-
-class UsageError(Exception):
-    """Bad input; its text is the one line that the user sees."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,14 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(run=_list)
     explain = commands.add_parser("explain", help="what a call would run, and why")
     explain.add_argument("op", metavar="OP")
-    text = "an array; without NAME=, query, key and value alike"
-    many: dict[str, Any] = {"action": "append", "default": []}
-    explain.add_argument("--shape", metavar="NAME=2,1024,8,64[:DTYPE]", help=text, **many)
-    explain.add_argument("--dtype", default="float32", help="of arrays of floats (float32)")
-    explain.add_argument("--set", metavar="NAME=VALUE", dest="options", help="an option", **many)
+    _cli_call.add_arguments(explain, dtype="float32")
     explain.add_argument("--platform", default="auto", help="auto, or one that must serve the call")
     explain.add_argument("--json", action="store_true", help="for programs")
     explain.set_defaults(run=_explain)
+    _cli_aot.add_commands(commands)
     cache = commands.add_parser("cache", help="configurations measured on this machine")
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("show", help="all records").set_defaults(run=_cache_show)
@@ -116,37 +112,6 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("file", metavar="FILE")
         action.set_defaults(run=run)
     return parser
-
-
-# Output
-
-
-def _say(text: str = "") -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def _rich() -> bool:
-    """Whether tables are drawn: on a terminal, when the extra `cli` is installed."""
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    if _rich():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*columns, title=title or None, title_justify="left")
-        for row in cells:
-            table.add_row(*map(Text, row))  # text, for brackets are no markup here
-        Console(file=sys.stdout).print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    if title:
-        _say(title)
-    for row in [columns, *cells]:
-        _say("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip())
 
 
 # doctor
@@ -241,7 +206,8 @@ def _list(arguments: argparse.Namespace) -> int:
         for entry, cell in cells.items() if op in (None, name) else ():
             honours = cell["honours"] if cell["honours"] == "all" else ", ".join(cell["honours"])
             backward = {"own": "own", "jax": "JAX's", None: "none"}[cell["backward"]]
-            rows.append((name, entry, backward, honours, cell["checked"], cell["version"]))
+            checked = ", ".join(cell["checked"])
+            rows.append((name, entry, backward, honours, checked, cell["version"]))
     _table(("op", "entry", "backward", "acts on", "checked", "version"), rows)
     if op is not None:
         there = {entry.platform for entry in kernel_registry.list(op)}
@@ -258,86 +224,10 @@ def _explain(arguments: argparse.Namespace) -> int:
     from ejkernel._explain import explain
 
     _devices()  # none is a matter of one line, too
-    values = _arrays(arguments.op, arguments.shape, arguments.dtype)
-    for text in arguments.options:
-        name, value = _named("--set", text)
-        if name in values:
-            raise UsageError(f"{name!r} is given twice")
-        values[name] = _value(value)
+    values = _cli_call.values(arguments)
     made = explain(arguments.op, platform=arguments.platform, **values)
     _say(made.to_json(indent=2) if arguments.json else made.to_text())
     return 0 if made.forward.entry is not None else 1
-
-
-def _named(option: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip().isidentifier():
-        raise UsageError(f"{option} {text!r} must be NAME=VALUE")
-    return name.strip(), value.strip()
-
-
-def _value(text: str) -> Any:
-    """A Python value as one writes it on a command line; what is none stays text."""
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-
-
-def _arrays(op: str, shapes: Sequence[str], dtype: str) -> dict[str, Any]:
-    """Shapes and dtypes of the arrays of a call, by name."""
-    import jax
-
-    from ejkernel.kernels import _spec, kernel_registry
-
-    fields = {f.name: f for f in _spec.array_fields(kernel_registry.spec(op).args)}
-    fields = {n: f for n, f in fields.items() if not f.metadata.get("internal")}
-    default = _dtype(dtype)
-    made: dict[str, Any] = {}
-    for text in shapes:
-        if "=" in text:
-            name, rest = _named("--shape", text)
-            names: tuple[str, ...] = (name,)
-        else:
-            names, rest = ("query", "key", "value"), text
-            if not set(names) <= set(fields):
-                raise UsageError(f"--shape {text!r} must name one of {', '.join(fields)}: NAME=…")
-        sizes, colon, own = rest.partition(":")
-        if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*", sizes):
-            raise UsageError(f"--shape {text!r} must hold sizes such as 2,1024,8,64")
-        shape = tuple(int(size) for size in sizes.split(",") if size.strip())
-        for name in names:
-            if name not in fields:
-                raise UsageError(f"{op} has no array {name!r}; it has {', '.join(fields)}")
-            if name in made:
-                raise UsageError(f"{name!r} is given twice")
-            kind = _dtype(own) if colon else _fitting(fields[name], default)
-            made[name] = jax.ShapeDtypeStruct(shape, kind)
-    return made
-
-
-def _dtype(text: str) -> Any:
-    import jax.numpy as jnp
-
-    try:
-        return jnp.dtype(text.strip())
-    except TypeError:
-        raise UsageError(f"{text!r} is no dtype; try float32, bfloat16 or int32") from None
-
-
-def _fitting(field: Any, default: Any) -> Any:
-    """The default dtype, or one that an array of ids, lengths or masks has."""
-    from ejkernel.kernels import _spec
-
-    allowed = getattr(_spec._array_type(field.type), "dtypes", None)
-    if not isinstance(allowed, list | tuple):
-        return _dtype("bool") if field.name.endswith("mask") else default
-    if str(default) in allowed:
-        return default
-    return next((_dtype(d) for d in ("int32", "bool") if d in allowed), default)
 
 
 # cache

@@ -15,6 +15,7 @@ _PARTS = {
     "blocks": 130.0,
     "modules": 660.0,  # 30 s an op
     "ops": 120.0,
+    "aot": 60.0,
     "distributed": 200.0,
     "reliability": 65.0,
     "other": 200.0,

@@ -21,9 +21,19 @@ os.environ.update(_ENVIRONMENT)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import budget  # noqa: E402
+from tests import budget, device_results  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device-results", help="a file for outcomes by kernel; see device_results")
+
+
+def pytest_configure(config):
+    path = config.getoption("--device-results")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(device_results.Recorder(path))
 
 
 def pytest_collection_modifyitems(config, items):

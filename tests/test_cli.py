@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from ejkernel import __version__, _settings, cli
+from ejkernel import __version__, _cli_call, _settings, cli
 from ejkernel.errors import EjkernelWarning
 from ejkernel.kernels import kernel_registry
 from ejkernel.ops import PersistentCache
@@ -202,7 +202,7 @@ def test_warnings_are_one_line(run):
     ],
 )
 def test_values_of_options(text, value):
-    assert cli._value(text) == value
+    assert _cli_call.value(text) == value
 
 
 @pytest.mark.parametrize(

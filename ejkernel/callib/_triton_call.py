@@ -277,6 +277,17 @@ def _over_batch(launch: Launch, avals: Sequence[Any]) -> tuple[Any, tuple[int, .
     return kernel, (*launch.grid, *extra), [size, *strides.values()]
 
 
+def launches(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a traced program that launch Triton kernels, those of inner programs too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is triton_call_p:
+            yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from launches(inner)
+
+
 def compile_launch(launch: Launch, avals: Sequence[Any], target: GpuTarget) -> Compiled:
     """The machine code of a launch for a target, on any machine."""
     plan = _plan(launch, avals)

@@ -75,8 +75,7 @@ def launches(direction, cfg, arrays, options):
     jaxpr = jax.make_jaxpr(lambda arrays: run(arguments(arrays, options), cfg))(arrays)
     return [
         (eqn.params["launch"], [v.aval for v in eqn.invars])
-        for eqn in jaxpr.eqns
-        if eqn.primitive is _triton_call.triton_call_p
+        for eqn in _triton_call.launches(jaxpr.jaxpr)
     ]
 
 

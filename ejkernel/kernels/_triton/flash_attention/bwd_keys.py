@@ -60,9 +60,7 @@ def _key_step(
         b_do = addresses.finite(b_do)
     kept = p
     if THRESHOLD is not None:
-        # as bytes: AMD's compiler has no shared memory for single bits
-        keep = philox.keep(seed, i_b, i_h, o_q, k_row, BQ, BK, THRESHOLD).to(tl.int8)
-        keep = tl.trans(keep) != 0
+        keep = tl.trans(philox.keep(seed, i_b, i_h, o_q, k_row, BQ, BK, THRESHOLD))
         kept = tl.where(keep, p * KEPT, 0.0)
         dp = tl.where(keep, dp * KEPT, 0.0)
     dv = tl.dot(kept.to(b_do.dtype), b_do, dv, input_precision=PRECISION)

@@ -150,6 +150,9 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     made = [Config(**dict(zip(names, values, strict=True))) for values in _guesses(args, direction)]
     if _is_amd(target):
         made = [dataclasses.replace(c, max_registers=0) for c in made]
+        if direction != FORWARD and (args.dropout_prob or args.attention_mask is not None):
+            # Triton 3.9 does not pipeline loops with such tiles of single bits
+            made = [dataclasses.replace(c, num_stages=1) for c in made]
     limit = shared_limit(target)
     fitting = [c for c in made if shared_bytes(args, direction, c, target) <= limit]
     return tuple(dict.fromkeys(_short(args, c) for c in fitting or made[-1:]))

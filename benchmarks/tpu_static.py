@@ -1,0 +1,205 @@
+"""Attention for TPUs beside JAX's splash and flash attention, by the cycles of their schedules.
+
+No TPU is needed: libtpu compiles for a chip and writes down what its kernels do in each cycle.
+Loops and branches count as often as they run; waiting for memory does not count, and neither does
+what XLA does around the kernels (theirs take heads first, ours tokens first). Peers have the best
+of several block sizes, ours its first guess.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import multiprocessing
+import sys
+from unittest import mock
+
+import common
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _device
+from ejkernel.aot import _targets, _tpu
+from ejkernel.kernels import kernel_registry
+
+_TOKENS, _HEADS = 4096, 8
+_CHIPS = ("v5e", "v6e")
+_SPEC = kernel_registry.spec("flash_attention")
+_OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "sliding_window": (511, 0)},
+}
+# queries and keys of a block, keys of a step
+_FORWARD = [
+    (512, 512, 512),
+    (512, 1024, 512),
+    (512, 1024, 1024),
+    (512, 2048, 1024),
+    (1024, 1024, 512),
+    (1024, 1024, 1024),
+    (1024, 2048, 1024),
+    (2048, 1024, 1024),
+]
+# the same for dk and dv, then queries and keys for dq
+_BACKWARD = [
+    (512, 512, 512, 512, 512),
+    (512, 1024, 512, 512, 1024),
+    (512, 1024, 1024, 1024, 512),
+    (1024, 512, 512, 1024, 1024),
+    (1024, 1024, 512, 512, 2048),
+    (1024, 1024, 1024, 1024, 2048),
+]
+
+
+class Ours:
+    """Cycles of our kernels for one chip."""
+
+    def __init__(self, chip):
+        self.compiler = _tpu.Compiler(_targets.parse(f"tpu:{chip}"), "chips")
+        self.target = _device.Target(kind="tpu", model=_targets.CHIPS[chip].model)
+        [self.entry] = (e for e in kernel_registry.list(_SPEC.name) if e.name == "pallas/tpu")
+
+    def args(self, xs, options):
+        values = dict(zip(("query", "key", "value"), xs, strict=True)) | options
+        return _SPEC.canonicalize(_SPEC.unpack(_SPEC.complete(values)))
+
+    def forward(self, options, d):
+        def fn(*xs):
+            args = self.args(xs, options)
+            return self.entry.fn(args, self.entry.heuristic(args, "forward", self.target))
+
+        return cycles(self.compiler, fn, [(1, _TOKENS, _HEADS, d)] * 3)
+
+    def backward(self, options, d):
+        def fn(lse, out, dout, *xs):
+            args = self.args(xs, options)
+            cfg = self.entry.heuristic(args, "backward", self.target)
+            wanted = frozenset({"query", "key", "value"})
+            return self.entry.backward(args, cfg, (out,), (lse,), (dout,), wanted)
+
+        shape = (1, _TOKENS, _HEADS, d)
+        return cycles(self.compiler, fn, [shape] * 5, [(1, _HEADS, _TOKENS)])
+
+
+def cycles(compiler, fn, shapes, exact_shapes=()):
+    """Of all kernels of a function of bfloat16 arrays, after float32 ones."""
+    xs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in exact_shapes]
+    xs += [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    kernels = compiler.compile(fn, tuple(xs), {})["kernels"]
+    unknown = [k.name for k in kernels if not k.exact]
+    if unknown or not kernels:
+        raise RuntimeError(f"The schedule does not tell how often loops of {unknown} run.")
+    return round(sum(k.cycles for k in kernels))
+
+
+def splash(block_sizes):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    mask = masks.MultiHeadMask([masks.FullMask((_TOKENS, _TOKENS))] * _HEADS)
+    sizes = kernel.BlockSizes(**block_sizes)
+    return kernel.make_splash_mha(mask=mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+
+
+def splash_forward(compiler, sizes, d):
+    names = ("block_q", "block_kv", "block_kv_compute")
+    fn = lambda q, k, v: splash(dict(zip(names, sizes, strict=True)))(q, k, v)
+    return cycles(compiler, fn, [(_HEADS, _TOKENS, d)] * 3)
+
+
+def splash_both(compiler, forward, backward, d):
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv")
+    names = (*names, "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
+    sizes = dict(zip(names, (*forward, *backward), strict=True))
+    both = common.with_gradient(lambda q, k, v: splash(sizes)(q, k, v), 3)
+    return cycles(compiler, both, [(_HEADS, _TOKENS, d)] * 4)
+
+
+def flash_forward(compiler, sizes, d):
+    from jax.experimental.pallas.ops.tpu import flash_attention
+
+    block_q, block_k_major, block_k = sizes
+    blocks = flash_attention.BlockSizes(
+        block_q=block_q, block_k_major=block_k_major, block_k=block_k, block_b=1
+    )
+    fn = lambda q, k, v: flash_attention.flash_attention(q, k, v, block_sizes=blocks)
+    # its kernel has no name, by which schedules are found
+    named = functools.partial(flash_attention.pl.pallas_call, name="flash_attention_kernel")
+    with mock.patch.object(flash_attention.pl, "pallas_call", named):
+        return cycles(compiler, fn, [(1, _HEADS, _TOKENS, d)] * 3)
+
+
+def best(measure, settings):
+    """The least cycles, its setting, and what each setting took; one too large is left out."""
+    found = {}
+    for setting in settings:
+        try:
+            found[setting] = measure(setting)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{setting}: {str(error).splitlines()[0][:90]}", file=sys.stderr)
+    setting = min(found, key=found.__getitem__)
+    return found[setting], setting, {str(s): n for s, n in found.items()}
+
+
+def measure(chip):
+    """Cycles on one chip, by label."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    ours = Ours(chip)
+    found = {f"ours {name}": ours.forward(options, 128) for name, options in _OPTIONS.items()}
+    found["ours full d=64"] = ours.forward({}, 64)
+    peers = ours.compiler
+    found["splash"], sizes, found["splash settings"] = best(
+        lambda sizes: splash_forward(peers, sizes, 128), _FORWARD
+    )
+    found["flash"], _, found["flash settings"] = best(
+        lambda sizes: flash_forward(peers, sizes, 128), _FORWARD
+    )
+    found["ours both"] = found["ours full"] + ours.backward({}, 128)
+    found["splash both"], _, found["splash both settings"] = best(
+        lambda backward: splash_both(peers, sizes, backward, 128), _BACKWARD
+    )
+    return found
+
+
+def rows_of(chip, found):
+    """(label, cycles, what they are compared with, bar)."""
+    splash_bar = 0.9 if chip == "v6e" else 1.0
+    made = [
+        ("forward / splash", found["ours full"], found["splash"], splash_bar),
+        ("forward / flash", found["ours full"], found["flash"], None),
+        ("causal / full", found["ours causal"], found["ours full"], 0.6),
+        ("window 512 / causal", found["ours window"], found["ours causal"], 0.5),
+        ("d=64 / d=128", found["ours full d=64"], found["ours full"], 1.25),
+        ("forward + backward / splash", found["ours both"], found["splash both"], 1.0),
+    ]
+    return [
+        {"label": f"{chip} {label}", "cycles": a, "beside": b, "ratio": a / b, "bar": bar}
+        for label, a, b, bar in made
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    chosen = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")  # libtpu serves one chip a process
+    with concurrent.futures.ProcessPoolExecutor(len(_CHIPS), spawn) as pool:
+        found = dict(zip(_CHIPS, pool.map(measure, _CHIPS), strict=True))
+    rows = [row for chip in _CHIPS for row in rows_of(chip, found[chip])]
+    print(f"{'':<32} {'cycles':>9} {'beside':>9} {'ratio':>6} {'bar':>5}")
+    for row in rows:
+        bar = "" if row["bar"] is None else row["bar"]
+        numbers = f"{row['cycles']:>9} {row['beside']:>9} {row['ratio']:>6.3f} {bar:>5}"
+        print(f"{row['label']:<32} {numbers}")
+    if chosen.save:
+        shape = f"{_HEADS} heads, {_TOKENS} queries and keys, d=128, bfloat16; cycles"
+        common.save("tpu_static", shape, rows=rows, measured=found)
+    failed = [row["label"] for row in rows if row["bar"] and row["ratio"] > row["bar"]]
+    if failed:
+        print("over the bar: " + ", ".join(failed))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

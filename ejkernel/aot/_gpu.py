@@ -1,0 +1,79 @@
+"""Triton kernels compiled for a GPU that is not here, and what they take of it."""
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ejkernel.aot._reports import KernelReport
+from ejkernel.aot._targets import Target
+from ejkernel.callib import _triton_call, _triton_compile
+from ejkernel.kernels._registry import KernelEntry, Platform
+
+_REFUSALS = {
+    Platform.XLA: "XLA compiles for a GPU only where one is",
+    Platform.CUDNN: "cuDNN builds its kernels on the GPU itself",
+    Platform.PALLAS: "Mosaic GPU kernels are compiled by the driver of a GPU",
+    Platform.CUDA: "CUDA sources are compiled when they are first used on a GPU",
+}
+
+
+class Compiler:
+    """Triton for one target."""
+
+    wrap = staticmethod(lambda fn: fn)
+
+    def __init__(self, target: Target):
+        self._target = _triton_compile.GpuTarget.parse(str(target))
+
+    def expect(self, entries: Sequence[KernelEntry]) -> None:
+        """What comes; all kernels are alike to Triton."""
+
+    def refusal(self, entry: KernelEntry) -> str | None:
+        return _REFUSALS.get(entry.platform)
+
+    def compile(
+        self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The kernels that a program launches."""
+        jaxpr = jax.make_jaxpr(fn)(*inputs).jaxpr
+        return {"kernels": [self._kernel(eqn) for eqn in _triton_call.launches(jaxpr)]}
+
+    def _kernel(self, eqn: Any) -> KernelReport:
+        avals = [v.aval for v in eqn.invars]
+        made = _triton_call.compile_launch(eqn.params["launch"], avals, self._target)
+        usage: dict[str, Any]
+        usage = _nvidia(made) if self._target.backend == "cuda" else amd_usage(made.asm["amdgcn"])
+        return KernelReport(name=made.name, shared_bytes=made.shared_bytes, **usage)
+
+
+def _nvidia(made: _triton_compile.Compiled) -> dict[str, int]:
+    import triton
+
+    folder = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [folder / "cuobjdump", "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return nvidia_usage(done.stdout, made.name)
+
+
+def nvidia_usage(text: str, name: str) -> dict[str, int]:
+    """Registers and bytes of local memory, from what cuobjdump says of a kernel."""
+    found = re.search(rf"Function {re.escape(name)}:\s*(.*)", text)
+    if found is None:
+        return {}
+    sizes = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", found[1])}
+    # registers that do not fit live in the stack frame, which is local memory
+    return {"registers": sizes["REG"], "spill_bytes": max(sizes["STACK"], sizes["LOCAL"])}
+
+
+def amd_usage(text: str) -> dict[str, int]:
+    """Vector registers and bytes of scratch, from the assembly's own notes."""
+    value = lambda name: int((re.findall(rf"\.{name}:\s+(\d+)", text) or ["0"])[-1])
+    return {"registers": value("vgpr_count"), "spill_bytes": 4 * value("vgpr_spill_count")}

@@ -1,0 +1,64 @@
+"""Tables of configurations chosen by static cycles, in the form that ships with the package."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from ejkernel.aot import _targets
+from ejkernel.aot._reports import COMPILED, Report
+
+
+def choose(reports: Sequence[Report]) -> list[Report]:
+    """The report of least cycles for every target and direction; the earlier one if equal."""
+    best: dict[tuple[str, str], tuple[float, Report]] = {}
+    for report in reports:
+        place, cycles = (report.target, report.direction), report.cycles
+        if report.status != COMPILED or not report.exact or cycles is None:
+            continue
+        if place not in best or cycles < best[place][0]:
+            best[place] = (cycles, report)
+    return [report for _, report in best.values()]
+
+
+def rows(chosen: Sequence[Report]) -> list[dict[str, Any]]:
+    """What was chosen, as rows of a table."""
+    return [
+        {
+            "call": dict(report.call),
+            "implementation": report.entry,
+            "version": report.version,
+            "config": report.config,
+            "cycles": report.cycles,
+        }
+        for report in chosen
+    ]
+
+
+def write(folder: pathlib.Path, chosen: Sequence[Report]) -> list[pathlib.Path]:
+    """Adds rows to the tables in a folder, in place of those of the same calls."""
+    from ejkernel.ops.config import table
+
+    written = []
+    for target in dict.fromkeys(report.target for report in chosen):
+        device = _targets.parse(target)
+        mine = [report for report in chosen if report.target == target]
+        file = folder / table.slug(device.model) / f"{mine[0].op}.json"
+        made = rows(mine)
+        kept = [row for row in _read(file) if row["call"] not in [new["call"] for new in made]]
+        _dump(file, [*kept, *made])
+        known = _read(folder / "devices.json")
+        entry = {"kind": "tpu", "model": device.model, "capability": device.capability}
+        if entry not in known:
+            _dump(folder / "devices.json", [*known, entry])
+        written.append(file)
+    return written
+
+
+def _read(file: pathlib.Path) -> list[Any]:
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def _dump(file: pathlib.Path, values: list[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(values, indent=1) + "\n")

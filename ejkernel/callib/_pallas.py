@@ -1,0 +1,117 @@
+"""`tpu_call`: a Pallas TPU kernel as a JAX function, compiled on a TPU and interpreted on a CPU."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _settings
+from ejkernel.xla_utils import manual
+
+# part of jit's key: a function traced for the interpreter is traced again for a compiler
+_compiled = jax.make_user_context(default_value=False)
+_races = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def compile_for_tpu() -> Iterator[None]:
+    """Kernels traced inside are compiled, whatever the default device is."""
+    with _compiled(True):
+        yield
+
+
+@contextlib.contextmanager
+def detect_races() -> Iterator[None]:
+    """Kernels interpreted inside look for reads and writes that are not ordered."""
+    with _races(True):
+        yield
+
+
+def interpreted() -> bool:
+    """Whether a kernel traced here runs in the interpreter."""
+    return jax.default_backend() == "cpu" and not _compiled.value
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel under `detect_races` had a race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    state: Any = interpret_pallas_call.races
+    if state is None:
+        raise RuntimeError("No kernel was interpreted under `detect_races`.")
+    return bool(state.races_found)
+
+
+def tpu_call(
+    kernel: Callable[..., None],
+    *,
+    grid_spec: Any,
+    out_shape: Sequence[Any],
+    name: str,
+    sequential: int,
+    vmem_limit: int | None = None,
+) -> Callable[..., list[jax.Array]]:
+    """A function of the kernel's arrays.
+
+    On a CPU the kernel is interpreted: with memory filled with nan and reads out of bounds raised,
+    or, under the setting `interpret`, so that every transformation works. Works inside `shard_map`:
+    results differ over the mesh axes that any input differs over.
+
+    Args:
+      kernel: The body, called with a ref to each array, result and scratch buffer.
+      grid_spec: The grid, block specs and scratch buffers, a `pltpu.PrefetchScalarGridSpec`.
+      out_shape: Shapes and dtypes of the results.
+      name: The kernel's name in a program.
+      sequential: How many of the last axes of the grid must run in order.
+      vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    parallel = len(grid_spec.grid) - sequential
+    params = pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * sequential,
+        vmem_limit_bytes=vmem_limit,
+    )
+
+    def call(*arrays: Any) -> list[jax.Array]:
+        given = manual.vary_alike([jnp.asarray(x) for x in arrays])
+        return pl.pallas_call(
+            kernel,
+            out_shape=[_differing(o, given) for o in out_shape],
+            grid_spec=grid_spec,
+            compiler_params=params,
+            interpret=_interpreter(given),
+            name=name,
+        )(*given)
+
+    return call
+
+
+def _interpreter(inputs: Sequence[jax.Array]) -> Any:
+    """What runs a kernel: a compiler, JAX's plain interpreter, or the one that watches memory.
+
+    The last has effects, which `vmap` and `checkpoint` do not take: it serves kernels called by
+    themselves, and calls inside `shard_map`, which the plain one does not take. Gradients of a call
+    inside `shard_map` need `check_vma=False` on a CPU: the plain one slices arrays that differ over
+    a mesh with indices that do not, and effects do not reach inside a differentiated call.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    if not interpreted():
+        return False
+    if _settings.current().interpret and not manual.varying_axes(inputs[0]):
+        return True
+    return pltpu.InterpretParams(
+        uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=_races.value
+    )
+
+
+def _differing(out: Any, inputs: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
+    """A result's type: it differs over the manual mesh axes of the inputs."""
+    if not manual.varying_axes(inputs[0]):
+        return jax.ShapeDtypeStruct(out.shape, out.dtype)
+    kind = jax.typeof(inputs[0]).manual_axis_type
+    return jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=kind)

@@ -1,0 +1,234 @@
+"""Attention backward on a TPU, from the rows' logsumexp (Dao, 2023).
+
+One kernel holds keys and gives dk and dv, a second one holds queries and gives dq: each sum is made
+in one place and in one order, at the price of two products more.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels._pallas.tpu._blocks import pairs, softmax, tiles
+from ejkernel.kernels._pallas.tpu.flash_attention import call, config
+
+
+def backward(
+    args: Any,
+    cfg: config.Config,
+    outputs: tuple[jax.Array, ...],
+    residuals: tuple[jax.Array, ...],
+    cotangents: tuple[jax.Array, ...],
+    wanted: frozenset[str],
+) -> dict[str, jax.Array]:
+    """Gradients of the wanted arguments."""
+    (lse,) = residuals
+    delta = _delta(args, outputs, cotangents)
+    grads: dict[str, jax.Array] = {}
+    if "softmax_aux" in wanted:
+        grads["softmax_aux"] = _sink_gradient(args, lse, delta)
+    arrays = args.arrays()
+    if 0 in (args.query.size, args.key.size):
+        return {name: jnp.zeros_like(arrays[name]) for name in wanted - grads.keys()} | grads
+    dout = cotangents[0].astype(args.query.dtype)
+    # a row that is not finite reaches, as nan weights, the keys that it sees
+    bad = ~(jnp.isfinite(dout).all(axis=-1) & jnp.isfinite(args.query).all(axis=-1))
+    bad = bad.transpose(0, 2, 1)
+    # rows without a key have weights of zero, as those beyond the length
+    shifted = jnp.where(lse == -jnp.inf, jnp.inf, lse * softmax.LOG2_E)
+    rows = jnp.stack([jnp.where(bad, jnp.nan, shifted), delta], axis=2)  # [b, h, 2, t]
+    if wanted & {"key", "value"}:
+        grads |= _over_keys(args, cfg, dout, rows)
+    if wanted & {"query", "bias"}:
+        grads |= _over_queries(args, cfg, dout, rows, "bias" in wanted)
+    return {name: grads[name].astype(arrays[name].dtype) for name in wanted}
+
+
+def _delta(args: Any, outputs: Any, cotangents: Any) -> jax.Array:
+    """Sums of out * dout over a row, less dlse; float32 [b, h, t]."""
+    out, dout = (x.astype(jnp.float32) for x in (outputs[0], cotangents[0]))
+    delta = (out * dout).sum(-1).transpose(0, 2, 1)
+    # a row that saw no key has output 0 whatever its cotangent is
+    delta = jnp.where((outputs[0] == 0).all(axis=-1).transpose(0, 2, 1), 0.0, delta)
+    return delta - cotangents[1] if args.return_lse else delta
+
+
+def _sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """d/dsink = -sum over rows of exp(sink - lse) * delta."""
+    sinks = args.softmax_aux.astype(jnp.float32)
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+    weights = jnp.exp(sinks[None, :, None, :] - finite[..., None])  # [b, h, t, n]
+    grad = -(weights * delta[..., None]).sum(axis=(0, 2))  # [h, n]
+    grad = grad.sum(axis=0, keepdims=True) if sinks.shape[0] == 1 else grad
+    return grad.astype(args.softmax_aux.dtype)
+
+
+def _operands(of: call.Call, dout: jax.Array, rows: jax.Array) -> None:
+    args = of.args
+    of.add("query", of.queries(of.clean(args.query)), of.query_spec(of.d))
+    of.add("key", of.keys(of.clean(args.key)), of.key_spec(of.d))
+    of.add("value", of.keys(of.marked(args.value, args.key)), of.key_spec(of.e))
+    of.add("dout", of.queries(of.clean(dout)), of.query_spec(of.e))
+    pad = of.padded[0] - of.t
+    beyond = jnp.broadcast_to(jnp.asarray([[jnp.inf], [0.0]], rows.dtype), (*rows.shape[:3], pad))
+    of.add("rows", jnp.concatenate([rows, beyond], axis=3), of.query_row_spec(2))
+
+
+def _gradient_of_logits(
+    of: call.Call,
+    refs: Any,
+    at: call.Place,
+    tile: pairs.Tile,
+    products: tuple[jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Weights after dropout and the gradient of the logits, from the tile's two products."""
+    rules, (dots, dp), (lse, delta) = of.rules, products, rows
+    x = pairs.logits(rules, refs, tile, dots, at.head)
+    seen = pairs.visible(rules, refs, tile)
+    p = jnp.exp2(x * of.units - lse)
+    kept, dp = pairs.drop(rules, refs, tile, at.batch, at.head, p, dp)
+    ds = p * (dp - delta)
+    if rules.cap is not None:
+        ds = ds * (1.0 - jnp.square(x * (1.0 / rules.cap)))
+    if seen is not None:
+        kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
+    return kept, ds
+
+
+# dk and dv
+
+
+def _keys_kernel(of: call.Call, refs: Any) -> None:
+    at = of.here(refs.table)
+
+    @pl.when(of.is_first())
+    def _() -> None:
+        refs.dk_sum[...] = jnp.zeros_like(refs.dk_sum)
+        refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
+        of.fill_columns(refs)
+
+    def step(tile: pairs.Tile) -> Iterator[None]:
+        rows, lanes = tile.rows, tile.lanes
+        q, dout = refs.query[lanes], refs.dout[lanes]
+        stats = refs.rows[0:1, lanes], refs.rows[1:2, lanes]
+        dots = tiles.product(refs.key[rows], q, transpose=True)  # [block_k, block_q]
+        dp = tiles.product(refs.value[rows], dout, transpose=True)
+        yield
+        kept, ds = _gradient_of_logits(of, refs, at, tile, (dots, dp), stats)
+        yield
+        refs.dv_sum[rows] += tiles.product(kept.astype(dout.dtype), dout)
+        refs.dk_sum[rows] += tiles.product(ds.astype(q.dtype), q)
+
+    of.tiles(at, step)
+
+    @pl.when(of.is_last())
+    def _() -> None:
+        scale = float(of.args.softmax_scale)
+        refs.dk[...] = (refs.dk_sum[...] * scale).astype(refs.dk.dtype)
+        refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
+
+
+def _over_keys(args: Any, cfg: Any, dout: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
+    of = call.Call(args, cfg, holds_keys=True)
+    _operands(of, dout, rows)
+    lead, length = (of.batch, of.num_groups), of.padded[1]
+    made = of.run(
+        "flash_attention_bwd_dkv_kernel",
+        _keys_kernel,
+        {
+            name: (jax.ShapeDtypeStruct((*lead, length, size), args.key.dtype), of.key_spec(size))
+            for name, size in (("dk", of.d), ("dv", of.e))
+        },
+        {
+            name: pltpu.VMEM((of.held_size, size), jnp.float32)
+            for name, size in (("dk_sum", of.d), ("dv_sum", of.e))
+        },
+    )
+    dk, dv = (x[:, :, : of.s].transpose(0, 2, 1, 3) for x in made)
+    return {"key": dk, "value": dv}
+
+
+# dq and dbias
+
+
+def _queries_kernel(of: call.Call, refs: Any) -> None:
+    at = of.here(refs.table)
+
+    @pl.when(of.is_first())
+    def _() -> None:
+        refs.dq_sum[...] = jnp.zeros_like(refs.dq_sum)
+        for i in range(2):
+            refs.stats[i] = tiles.to_column(refs.rows[i : i + 1])
+        of.fill_columns(refs)
+
+    if refs.dbias is not None:
+        refs.dbias[...] = jnp.zeros_like(refs.dbias)
+
+    def step(tile: pairs.Tile) -> Iterator[None]:
+        rows, lanes = tile.rows, tile.lanes
+        k, v = refs.key[lanes], refs.value[lanes]
+        dots = tiles.product(refs.query[rows], k, transpose=True)  # [block_q, block_k]
+        dp = tiles.product(refs.dout[rows], v, transpose=True)
+        yield
+        lse, delta = (tiles.wide(refs.stats[i, rows], tile.shape[1]) for i in range(2))
+        _, ds = _gradient_of_logits(of, refs, at, tile, (dots, dp), (lse, delta))
+        if refs.dbias is not None:
+            _add_bias(refs.dbias, ds, tile)
+        yield
+        refs.dq_sum[rows] += tiles.product(ds.astype(k.dtype), k)
+
+    of.tiles(at, step)
+
+    @pl.when(of.is_last())
+    def _() -> None:
+        scale = float(of.args.softmax_scale)
+        refs.dq[...] = (refs.dq_sum[...] * scale).astype(refs.dq.dtype)
+
+
+def _add_bias(dbias: Any, ds: jax.Array, tile: pairs.Tile) -> None:
+    """A tile of dbias; with one row for all queries, summed over those of a block."""
+    if dbias.shape[0] == 1:
+        dbias[:, tile.lanes] += jnp.sum(ds, axis=0, keepdims=True)
+    else:
+        dbias[tile.rows, tile.lanes] = ds
+
+
+def _over_queries(
+    args: Any, cfg: Any, dout: jax.Array, rows: jax.Array, with_bias: bool
+) -> dict[str, jax.Array]:
+    turned = config.exchanged(cfg)
+    of = call.Call(args, turned, holds_keys=False, every_fetch=with_bias)
+    _operands(of, dout, rows)
+    lead, (t, s) = (of.batch, of.num_heads), of.padded
+    out = {
+        "dq": (
+            jax.ShapeDtypeStruct((*lead, t, of.d), args.query.dtype),
+            of.query_spec(of.d),
+        )
+    }
+    shared = with_bias and args.bias.shape[2] == 1
+    if with_bias:
+        # a part for each block of queries, whose sum is fixed; broadcast axes are summed afterwards
+        size = 1 if shared else of.held_size
+        shape = (*lead, of.num_held, size, s)
+        spec = pl.BlockSpec(
+            (None, None, None, size, of.fetched), lambda b, h, i, f, _: (b, h, i, 0, f)
+        )
+        out["dbias"] = (jax.ShapeDtypeStruct(shape, jnp.float32), spec)
+    scratch = {
+        "dq_sum": pltpu.VMEM((of.held_size, of.d), jnp.float32),
+        "stats": pltpu.VMEM((2, of.held_size, tiles.LANES), jnp.float32),
+    }
+    made = of.run("flash_attention_bwd_dq_kernel", _queries_kernel, out, scratch)
+    grads = {"query": made[0][:, :, : of.t].transpose(0, 2, 1, 3)}
+    if with_bias:
+        full = made[1].reshape(*lead, -1, s)
+        full = full.sum(2, keepdims=True) if shared else full[:, :, : of.t]
+        full = full[..., : of.s]
+        axes = tuple(i for i in range(4) if args.bias.shape[i] != full.shape[i])
+        grads["bias"] = full.sum(axes, keepdims=True)
+    return grads

@@ -1,0 +1,147 @@
+"""Block sizes of attention on TPUs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel._device import Target
+from ejkernel.callib import cdiv
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD
+
+_LANES = 128
+_MIB = 1 << 20
+# VMEM in bytes that a kernel may use, by a part of the device's name; the rest is the compiler's
+_VMEM = {"v4": 16 * _MIB, "v5 lite": 96 * _MIB, "v5e": 96 * _MIB, "v6": 96 * _MIB}
+_VMEM_LEAST = 48 * _MIB
+_DEEP = ("v6", "7x")  # multiply to a depth of 256, others of 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Queries and keys in a tile, and how a core works on them.
+
+    Backward for dk and dv holds `block_k` keys and streams `block_q` queries; backward for dq has
+    the two sizes exchanged.
+    """
+
+    block_q: int
+    block_k: int
+    parts: int = 1  # of the held block, worked on side by side
+    stream: int = 4  # blocks of the streamed side that are fetched at once
+    # Forward in bfloat16 to d = 128 scales queries, in two halves that make products twice as deep,
+    # and no logits: for units that multiply to a depth of 256 whether it is used or not.
+    fold: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 8 or value % 8:
+                raise ValueError(f"`Config`: {name}={value!r} must be a multiple of 8.")
+        for name in ("parts", "stream"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        for name in ("block_q", "block_k"):
+            if getattr(self, name) % (8 * self.parts):
+                raise ValueError(f"`Config`: parts={self.parts} must cut {name} into eights.")
+
+
+def vmem_bytes(args: Any, cfg: Config, holds_keys: bool = False) -> int:
+    """An estimate of the VMEM of a program: twice what is fetched, and its tiles in float32."""
+    size = jnp.dtype(args.query.dtype).itemsize
+    d, e = (cdiv(x.shape[-1], _LANES) * _LANES for x in (args.query, args.value))
+    held, step = (cfg.block_k, cfg.block_q) if holds_keys else (cfg.block_q, cfg.block_k)
+    length = args.query.shape[1] if holds_keys else args.key.shape[1]
+    fetched = step * min(cfg.stream, cdiv(length, step))
+    blocks = 2 * size * (held + fetched) * (d + e)
+    state = 4 * held * (2 * (d + e) + 6 * _LANES)
+    for pair in (args.bias, args.attention_mask):
+        if pair is not None and pair.shape[2] > 1:
+            blocks += 2 * 4 * held * fetched
+    return blocks + state + 4 * 4 * held * step // cfg.parts
+
+
+def vmem_limit(args: Any, cfg: Config) -> int:
+    """What to ask of the compiler."""
+    needed = max(vmem_bytes(args, cfg, holds_keys) for holds_keys in (False, True))
+    return max(16 * _MIB, 2 * needed)
+
+
+def _capacity(target: Target) -> int:
+    model = target.model.lower()
+    return next((size for name, size in _VMEM.items() if name in model), _VMEM_LEAST)
+
+
+# (block_q, block_k, parts, stream), best first by the cycles of the compiled schedule, for 8 heads
+# of 4096 tokens and d = 128 in bfloat16, with and without a mask (benchmarks/tpu_static.py). Parts
+# overlap on v5e; v6e schedules one large product better than several.
+_SMALL = ((512, 512, 1, 8), (256, 512, 1, 4), (256, 256, 1, 4), (128, 128, 1, 1))
+_GUESSES = {
+    (FORWARD, "v5"): ((1024, 1024, 4, 4), (512, 1024, 2, 4), (512, 512, 1, 8)),
+    (FORWARD, ""): (
+        (2048, 1024, 1, 4),
+        (1024, 2048, 1, 2),
+        (1024, 1024, 1, 4),
+        (512, 1024, 1, 4),
+    ),
+    (BACKWARD, "v5"): ((512, 512, 1, 4), (512, 512, 2, 4), (512, 1024, 2, 4)),
+    (BACKWARD, ""): ((1024, 1024, 2, 2), (512, 1024, 1, 4), (512, 512, 1, 4)),
+}
+# A window ends in blocks that are partly hidden: larger ones cost backward more than they save.
+_BACKWARD_NEAR = ((512, 512, 1, 4),)
+
+
+def _guesses(args: Any, direction: str, target: Target) -> Sequence[tuple[int, ...]]:
+    if direction == BACKWARD and args.sliding_window != (None, None):
+        return _BACKWARD_NEAR
+    model = target.model.lower()
+    return next(g for (way, name), g in _GUESSES.items() if way == direction and name in model)
+
+
+def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
+    """Guesses that fit the device and the lengths; at least the smallest one."""
+    capacity = _capacity(target)
+    names = ("block_q", "block_k", "parts", "stream")
+    guesses = (*_guesses(args, direction, target), *_SMALL)
+    fold = direction == FORWARD and any(name in target.model.lower() for name in _DEEP)
+    made = [_short(args, Config(**dict(zip(names, g, strict=True)), fold=fold)) for g in guesses]
+    fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= capacity]
+    return tuple(dict.fromkeys(fitting or made[-1:]))
+
+
+def _short(args: Any, cfg: Config) -> Config:
+    """Blocks no longer than the call, in whole registers; little fetched at once of pairs."""
+    whole = lambda length: max(cdiv(length, _LANES), 1) * _LANES
+    wide = any(x is not None and x.shape[2] > 1 for x in (args.bias, args.attention_mask))
+    return dataclasses.replace(
+        cfg,
+        block_q=min(cfg.block_q, whole(args.query.shape[1])),
+        block_k=min(cfg.block_k, whole(args.key.shape[1])),
+        stream=1 if wide else cfg.stream,
+        parts=1 if min(args.query.shape[1], args.key.shape[1]) < cfg.block_q else cfg.parts,
+    )
+
+
+def heuristic(args: Any, direction: str, target: Target) -> Config:
+    """The first guess that fits."""
+    return candidates(args, direction, target)[0]
+
+
+def testing(args: Any, direction: str) -> Config:
+    """Small blocks that cut the shapes of tests, two of them to a fetch."""
+    if direction == FORWARD:
+        return Config(block_q=32, block_k=24, stream=2)
+    return Config(block_q=24, block_k=32, stream=2)
+
+
+def from_params(guess: Config, settings: dict[str, int]) -> Config:
+    """The guess with the caller's block sizes; warps and stages mean nothing to a TPU."""
+    mine = {name: value for name, value in settings.items() if hasattr(guess, name)}
+    return dataclasses.replace(guess, **mine)
+
+
+def exchanged(cfg: Config) -> Config:
+    """The config of backward over queries from that over keys."""
+    return dataclasses.replace(cfg, block_q=cfg.block_k, block_k=cfg.block_q)

@@ -1,0 +1,57 @@
+"""What the kernel tests of a run on a device gave, by op and entry, as a file to commit.
+
+EJKERNEL_TEST_GPU=1 pytest tests/kernels --device-results benchmarks/results/gpu_matrix.json
+"""
+
+import collections
+import datetime as dt
+import importlib.metadata
+import json
+import pathlib
+import re
+
+import jax
+
+_ENTRY = re.compile(r"(?:xla|triton|pallas|cudnn|cuda)/[a-z]+(?:@-?\d+)?")
+_VERSIONS = ("ejkernel", "jax", "triton")
+
+
+class Recorder:
+    """A pytest plugin that counts outcomes."""
+
+    def __init__(self, path: str):
+        self._path = pathlib.Path(path)
+        self._counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+
+    def pytest_runtest_logreport(self, report):
+        counted = report.when == "call" or (report.when == "setup" and report.skipped)
+        if counted and (name := entry_of(report.nodeid)) is not None:
+            self._counts[name][report.outcome] += 1
+
+    def pytest_sessionfinish(self):
+        device = jax.devices()[0]
+        found = {name: dict(sorted(count.items())) for name, count in sorted(self._counts.items())}
+        content = {
+            "date": dt.date.today().isoformat(),
+            "device": device.device_kind,
+            "backend": device.platform,
+            "versions": {name: _version(name) for name in _VERSIONS},
+            "entries": found,
+        }
+        self._path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def entry_of(nodeid: str) -> str | None:
+    """The "op entry" that a generated test is about; attention's own files name no op."""
+    parameters = nodeid.partition("[")[2]
+    if (entry := _ENTRY.search(parameters)) is None:
+        return None
+    op = re.match(r"([a-z_0-9]+)-" + re.escape(entry[0]), parameters)
+    return f"{op[1] if op else 'flash_attention'} {entry[0]}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,41 @@
+"""Which kernel a generated test is about, and what a run leaves behind."""
+
+import json
+import types
+
+import pytest
+
+from tests import device_results
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "name"),
+    [
+        ("tests/kernels/test_conformance.py::test_a[gla-xla/any-plain]", "gla xla/any"),
+        (
+            "tests/kernels/test_edges.py::test_b[nan-extra0-triton/gpu]",
+            "flash_attention triton/gpu",
+        ),
+        (
+            "tests/kernels/test_conformance.py::test_c[flash_attention-cudnn/gpu@-1-causal]",
+            "flash_attention cudnn/gpu@-1",
+        ),
+        ("tests/kernels/test_cudnn.py::test_d[odd-float16]", None),
+        ("tests/ops/test_chain.py::test_e", None),
+    ],
+)
+def test_names(nodeid, name):
+    assert device_results.entry_of(nodeid) == name
+
+
+def test_counts(tmp_path):
+    recorder = device_results.Recorder(str(tmp_path / "results.json"))
+    for when, outcome in (("setup", "passed"), ("call", "passed"), ("call", "failed")):
+        report = types.SimpleNamespace(
+            when=when, outcome=outcome, skipped=False, nodeid="t.py::t[gla-xla/any-plain]"
+        )
+        recorder.pytest_runtest_logreport(report)
+    recorder.pytest_sessionfinish()
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["entries"] == {"gla xla/any": {"failed": 1, "passed": 1}}
+    assert content["backend"] == "cpu"
