@@ -223,7 +223,7 @@ class _Walk:
 
     def _scan(self, eqn: Any, values: list[Any], weight: np.ndarray) -> None:
         body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-        known = values[: eqn.params["num_consts"]]
+        known = values[: _num_consts(eqn.params)]
         rest = [None] * (len(body.invars) - len(known))
         env = dict(zip(body.invars, [*known, *rest], strict=True))
         self.run(body, env, weight * eqn.params["length"])
@@ -233,6 +233,13 @@ class _Walk:
         left = eqn.invars[0].aval.shape
         depth = math.prod(left[i] for i in contracted)
         self.flops += 2.0 * depth * math.prod(eqn.outvars[0].aval.shape) * float(weight.sum())
+
+
+def _num_consts(params: Mapping[str, Any]) -> int:
+    """Of a scan; JAX 0.12 has a tree of constants, carry and inputs in place of their numbers."""
+    if "num_consts" in params:
+        return params["num_consts"]
+    return len(jax.tree.leaves(params["ft_in"][0], is_leaf=lambda x: x is None))
 
 
 def _mean(values: np.ndarray, weight: np.ndarray) -> float:

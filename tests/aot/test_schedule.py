@@ -3,8 +3,11 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.aot import _schedule, _tpu, _trips
 from ejkernel.aot._schedule import Control
@@ -81,6 +84,27 @@ def test_trips_of_a_constant_table():
 def test_trips_of_a_table_among_the_arguments():
     (kernel,) = kernels(None, [np.array([5, 0], np.int32), None, None])
     assert _trips.control(kernel)[0][1] == Control("loop", 2.5)
+
+
+def test_loops_of_a_fixed_length():
+    def body(table, x, out):
+        def step(k, carry):
+            @pl.when(table[0] > 4)
+            def _():
+                out[...] += jnp.dot(x[...], x[...])
+
+            return carry
+
+        jax.lax.fori_loop(0, 5, step, np.int32(0))
+
+    def traced(x):
+        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(2,))
+        out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        return pl.pallas_call(body, grid_spec=spec, out_shape=out)(np.int32([7]), x)
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    (kernel,) = _trips.kernels(jax.make_jaxpr(traced)(x), [None])
+    assert _trips.control(kernel) == ([Control("branch", 1.0)], 2 * 5 * 2 * 128**3)
 
 
 def test_a_table_that_nobody_knows():

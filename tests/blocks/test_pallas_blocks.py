@@ -335,9 +335,9 @@ def test_logits_have_bias_slope_and_cap_in_that_order():
 # Tiles
 
 
-@pytest.mark.parametrize("count", [8, 24, 136])
+@pytest.mark.parametrize("count", [8, 24, 136, 256])
 def test_columns_and_rows(count):
-    row = jnp.arange(float(count))[None]
+    row = jnp.arange(float(count)).at[3].set(-jnp.inf).at[5].set(jnp.nan)[None]
     column = tiles.to_column(row)
     np.testing.assert_array_equal(tiles.to_row(column), row)
     np.testing.assert_array_equal(tiles.wide(column, 200), np.repeat(row.T, 200, axis=1))

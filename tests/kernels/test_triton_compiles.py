@@ -92,7 +92,8 @@ def configs(pick, direction, arrays, options, target):
 
 def assert_compiles(direction, cfg, arrays, options, name):
     made = launches(direction, cfg, arrays, options)
-    assert len(made) == (1 if direction == "forward" else 2)
+    tables = [x for x in made if x[0].kernel.__name__ == "block_table_kernel"]
+    assert len(made) - len(tables) == (1 if direction == "forward" else 2)
     limit = config.shared_limit(TARGETS[name])
     for launch, avals in made:
         compiled = _triton_call.compile_launch(launch, avals, GpuTarget.parse(name))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels import _attention
 from ejkernel.kernels._registry import KernelEntry, Platform, kernel_registry
 from ejkernel.kernels._ring.plan import Kind, Plan
 from ejkernel.kernels._specs.merge_attention_states import MergeAttentionStatesArgs
@@ -100,7 +101,8 @@ def backward(
     if dbias is not None:
         grads["bias"] = dbias
     if "softmax_aux" in wanted:
-        grads["softmax_aux"] = _sink_gradient(args, outputs, residuals, cotangents)
+        delta = _attention.row_sums(args, outputs, cotangents, residuals[0].dtype)
+        grads["softmax_aux"] = _attention.sink_gradient(args, residuals[0], delta)
     return {name: grad.astype(getattr(args, name).dtype) for name, grad in grads.items()}
 
 
@@ -252,19 +254,3 @@ def _sinks(args: RingAttentionArgs, dtype: Any) -> jax.Array:
         return jnp.full((batch, heads, t), -jnp.inf, dtype)
     rows = jax.nn.logsumexp(args.softmax_aux.astype(dtype), axis=-1)
     return jnp.broadcast_to(rows[None, :, None], (batch, heads, t))
-
-
-def _sink_gradient(args: RingAttentionArgs, outputs, residuals, cotangents) -> jax.Array:
-    """-sum over rows of exp(sink - lse) * delta, where delta = sum(out * dout) - dlse."""
-    (lse,) = residuals
-    out, dout = (x[0].astype(lse.dtype) for x in (outputs, cotangents))
-    delta = jnp.einsum("bthe,bthe->bht", out, dout)
-    # a row that saw no key has output 0 whatever its cotangent is
-    delta = jnp.where((out == 0).all(axis=-1).transpose(0, 2, 1), 0.0, delta)
-    if args.return_lse:
-        delta = delta - cotangents[1].astype(lse.dtype)
-    sinks = args.softmax_aux.astype(lse.dtype)
-    safe = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    weights = jnp.exp(sinks[None, :, None, :] - safe[..., None])  # [b, h, t, n]
-    grad = -(weights * delta[..., None]).sum(axis=(0, 2))  # [h, n]
-    return grad.sum(axis=0, keepdims=True) if sinks.shape[0] == 1 else grad

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._triton._blocks import table
 from ejkernel.xla_utils import segments
 
 Window = tuple[int | None, int | None]
-_LOW, _HIGH = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,15 +69,21 @@ def key_table(of: Tokens, window: Window, block_q: int, block_k: int) -> Any:
     """For each block of queries, its blocks of keys; [b or 1, blocks, 4] int32."""
     if of.plain:
         return _static(of.num_q, of.num_k, of.offset, window, block_q, block_k)
-    return _dynamic(of, window, block_q, block_k, axis=-1)
+    return table.block_table(_sides(of), (block_q, block_k), window)
 
 
 def query_table(of: Tokens, window: Window, block_q: int, block_k: int) -> Any:
     """For each block of keys, its blocks of queries; [b or 1, blocks, 4] int32."""
+    left, right = window  # seen from the keys, the window is mirrored
     if of.plain:
-        left, right = window  # seen from the keys, the window is mirrored
         return _static(of.num_k, of.num_q, -of.offset, (right, left), block_k, block_q)
-    return _dynamic(of, window, block_q, block_k, axis=-2)
+    return table.block_table(_sides(of)[::-1], (block_k, block_q), (right, left))
+
+
+def _sides(of: Tokens) -> list[tuple[Any, ...]]:
+    """Queries and keys, as `block_table` wants them."""
+    q_ids, k_ids = ([pair[i] for pair in of.ids] for i in range(2))
+    return [(q_ids, of.q_positions, of.num_q, of.offset), (k_ids, of.k_positions, of.num_k, 0)]
 
 
 def _static(
@@ -100,80 +106,12 @@ def _static(
     full = first if left is None else clip(-((left - high) // block_c))
     most = columns // block_c
     ragged = np.minimum(most, clip(most if right is None else (low + right + 1) // block_c))
-    return _ordered(np, first, full, ragged, last, whole)[None]
+    return _ordered(first, full, ragged, last, whole)[None]
 
 
-def _ordered(xp: Any, first: Any, full: Any, ragged: Any, last: Any, some: Any) -> Any:
+def _ordered(first: Any, full: Any, ragged: Any, last: Any, some: Any) -> np.ndarray:
     """first <= full <= ragged <= last; the middle is empty where there is nothing unmasked."""
     some = some & (full < ragged)
-    full = xp.where(some, xp.clip(full, first, last), first)
-    ragged = xp.where(some, xp.clip(ragged, full, last), full)
-    return xp.stack([first, full, ragged, last], axis=-1).astype(np.int32)
-
-
-def _dynamic(of: Tokens, window: Window, block_q: int, block_k: int, axis: int) -> jax.Array:
-    """Hulls of the visible and of the wholly visible blocks along an axis."""
-    valid_q = jnp.arange(-(-of.num_q // block_q) * block_q)[None] < of.num_q
-    valid_k = jnp.arange(-(-of.num_k // block_k) * block_k)[None] < of.num_k
-    ids = [(_pad(q, valid_q), _pad(k, valid_k)) for q, k in of.ids]
-    for q, k in ids:
-        valid_q, valid_k = valid_q & (q >= 0), valid_k & (k >= 0)
-    seen: Any = True
-    full: Any = _blocks(valid_q, block_q).all(-1)[..., :, None]
-    full = full & _blocks(valid_k, block_k).all(-1)[..., None, :]
-    for q, k in ids:
-        (q_low, q_high), (k_low, k_high) = _extents(q, k, valid_q, valid_k, block_q, block_k)
-        seen = seen & (q_low <= k_high) & (k_low <= q_high)
-        full = full & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    if of.q_positions is not None:
-        pos = _pad(of.q_positions, valid_q), _pad(of.k_positions, valid_k)
-    else:
-        index = jnp.arange(valid_q.shape[-1], dtype=jnp.int32)[None] + of.offset
-        pos = index, jnp.arange(valid_k.shape[-1], dtype=jnp.int32)[None]
-    (q_low, q_high), (k_low, k_high) = _extents(*pos, valid_q, valid_k, block_q, block_k)
-    left, right = window
-    # limits are added on the side where they cannot leave 32 bits
-    if left is not None:
-        seen = seen & (k_high >= jnp.maximum(q_low, _LOW + left) - left)
-        full = full & (k_low >= jnp.maximum(q_high, _LOW + left) - left)
-    if right is not None:
-        seen = seen & (k_low <= jnp.minimum(q_high, _HIGH - right) + right)
-        full = full & (k_high <= jnp.minimum(q_low, _HIGH - right) + right)
-    shape = (valid_q.shape[-1] // block_q, valid_k.shape[-1] // block_k)
-    lead = jnp.broadcast_shapes(*(x.shape[:-2] for x in (q_low, k_low, full)))
-    seen, full = (jnp.broadcast_to(x, (*lead, *shape)) for x in (seen, full))
-    full = full & seen
-    first, last = _hull(seen, axis)
-    start, stop = _hull(full, axis)
-    # blocks without a mask form one run, or all of them take the mask
-    run = full.sum(axis, dtype=jnp.int32) == stop - start
-    return _ordered(jnp, first, start, stop, last, run)
-
-
-def _blocks(x: jax.Array, size: int) -> jax.Array:
-    return x.reshape(*x.shape[:-1], -1, size)
-
-
-def _pad(x: jax.Array, like: jax.Array) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, like.shape[-1] - x.shape[-1])), constant_values=-1)
-
-
-def _extents(q: Any, k: Any, valid_q: Any, valid_k: Any, block_q: int, block_k: int) -> Any:
-    """Least and greatest value of each block, over its valid tokens, ready to compare."""
-
-    def of(x: Any, valid: Any, size: int) -> tuple[jax.Array, jax.Array]:
-        low = _blocks(jnp.where(valid, x, _HIGH), size).min(-1)
-        return low, _blocks(jnp.where(valid, x, _LOW), size).max(-1)
-
-    q_low, q_high = of(q, valid_q, block_q)
-    k_low, k_high = of(k, valid_k, block_k)
-    return (q_low[..., :, None], q_high[..., :, None]), (k_low[..., None, :], k_high[..., None, :])
-
-
-def _hull(seen: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """First and one past the last; written as reductions, so that no table is stored."""
-    count = seen.shape[axis]
-    index = jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim + axis)
-    first = jnp.where(seen, index, count).min(axis)
-    last = jnp.where(seen, index + 1, 0).max(axis)
-    return jnp.minimum(first, last), last
+    full = np.where(some, np.clip(full, first, last), first)
+    ragged = np.where(some, np.clip(ragged, full, last), full)
+    return np.stack([first, full, ragged, last], axis=-1).astype(np.int32)

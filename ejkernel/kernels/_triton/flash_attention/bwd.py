@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels import _attention
 from ejkernel.kernels._triton.flash_attention import bwd_keys, bwd_queries, call, config
 
 
@@ -23,7 +24,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
     (lse,) = residuals
-    delta = _delta(args, outputs, cotangents)
+    delta = _attention.row_sums(args, outputs, cotangents)
     dout = cotangents[0].astype(args.query.dtype)
     grads = {}
     if wanted & {"key", "value", "bias"}:
@@ -31,17 +32,8 @@ def backward(
     if "query" in wanted:
         grads["query"] = _over_queries(args, cfg, dout, lse, delta)
     if "softmax_aux" in wanted:
-        grads["softmax_aux"] = _sink_gradient(args, lse, delta)
+        grads["softmax_aux"] = _attention.sink_gradient(args, lse, delta)
     return grads
-
-
-def _delta(args: Any, outputs: Any, cotangents: Any) -> jax.Array:
-    """delta = sum(out * dout) - dlse, float32 [b, h, t]."""
-    out, dout = (x.astype(jnp.float32) for x in (outputs[0], cotangents[0]))
-    delta = (out * dout).sum(-1).transpose(0, 2, 1)
-    # a row that saw no key has output 0 whatever its cotangent is
-    delta = jnp.where((outputs[0] == 0).all(axis=-1).transpose(0, 2, 1), 0.0, delta)
-    return delta - cotangents[1] if args.return_lse else delta
 
 
 def _over_keys(args: Any, cfg: Any, dout: Any, lse: Any, delta: Any, wanted: Any) -> dict:
@@ -112,13 +104,3 @@ def _over_queries(args: Any, cfg: Any, dout: Any, lse: Any, delta: Any) -> jax.A
         **made.constants(),
     )
     return dq
-
-
-def _sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """d/dsink = -sum over rows of exp(sink - lse) * delta."""
-    sinks = args.softmax_aux.astype(jnp.float32)
-    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
-    weights = jnp.exp(sinks[None, :, None, :] - finite[..., None])  # [b, h, t, n]
-    grad = -(weights * delta[..., None]).sum(axis=(0, 2))  # [h, n]
-    grad = grad.sum(axis=0, keepdims=True) if sinks.shape[0] == 1 else grad
-    return grad.astype(args.softmax_aux.dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels import _attention
 from ejkernel.kernels._xla._blocks import loops, softmax
 from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply, pad
 from ejkernel.kernels._xla.flash_attention import config
@@ -165,13 +166,7 @@ def add_bias(dbias: jax.Array, dlogits: jax.Array, at: Tile) -> jax.Array:
 
 
 def sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """d/dsink = -sum over rows of exp(sink - lse) * delta."""
-    sinks = args.softmax_aux.astype(lse.dtype)
-    weights = jnp.exp(sinks[None, :, None, :] - softmax.shift(lse)[..., None])  # [b, h, t, n]
-    terms = (-weights * delta[..., None]).transpose(0, 2, 1, 3)
-    if sinks.shape[0] == 1:
-        terms = terms.reshape(-1, 1, sinks.shape[1])
-    return _sum(terms.reshape(-1, *sinks.shape)).astype(args.softmax_aux.dtype)
+    return _sum(_attention.sink_terms(args, lse, delta)).astype(args.softmax_aux.dtype)
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.kernels import _attention
 from ejkernel.kernels._pallas.tpu._blocks import pairs, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import call, config
 
@@ -26,10 +27,10 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
     (lse,) = residuals
-    delta = _delta(args, outputs, cotangents)
+    delta = _attention.row_sums(args, outputs, cotangents)
     grads: dict[str, jax.Array] = {}
     if "softmax_aux" in wanted:
-        grads["softmax_aux"] = _sink_gradient(args, lse, delta)
+        grads["softmax_aux"] = _attention.sink_gradient(args, lse, delta)
     arrays = args.arrays()
     if 0 in (args.query.size, args.key.size):
         return {name: jnp.zeros_like(arrays[name]) for name in wanted - grads.keys()} | grads
@@ -45,25 +46,6 @@ def backward(
     if wanted & {"query", "bias"}:
         grads |= _over_queries(args, cfg, dout, rows, "bias" in wanted)
     return {name: grads[name].astype(arrays[name].dtype) for name in wanted}
-
-
-def _delta(args: Any, outputs: Any, cotangents: Any) -> jax.Array:
-    """Sums of out * dout over a row, less dlse; float32 [b, h, t]."""
-    out, dout = (x.astype(jnp.float32) for x in (outputs[0], cotangents[0]))
-    delta = (out * dout).sum(-1).transpose(0, 2, 1)
-    # a row that saw no key has output 0 whatever its cotangent is
-    delta = jnp.where((outputs[0] == 0).all(axis=-1).transpose(0, 2, 1), 0.0, delta)
-    return delta - cotangents[1] if args.return_lse else delta
-
-
-def _sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """d/dsink = -sum over rows of exp(sink - lse) * delta."""
-    sinks = args.softmax_aux.astype(jnp.float32)
-    finite = jnp.where(lse == -jnp.inf, 0.0, lse)
-    weights = jnp.exp(sinks[None, :, None, :] - finite[..., None])  # [b, h, t, n]
-    grad = -(weights * delta[..., None]).sum(axis=(0, 2))  # [h, n]
-    grad = grad.sum(axis=0, keepdims=True) if sinks.shape[0] == 1 else grad
-    return grad.astype(args.softmax_aux.dtype)
 
 
 def _operands(of: call.Call, dout: jax.Array, rows: jax.Array) -> None:
