@@ -5,7 +5,7 @@ VENV := .venv/$(PYVER)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-all smoke bench lint matrix clean
+.PHONY: setup demo test test-all smoke bench bench-tpu lint matrix clean
 
 setup: $(VENV)/.core
 
@@ -41,6 +41,10 @@ smoke: $(VENV)/.test
 bench: $(VENV)/.core
 	@for f in benchmarks/cpu_*.py; do echo "$$f"; $(BIN)/python $$f $(BENCH) || failed="$$failed $$f"; done; \
 	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
+
+# Cycles of TPU kernels beside JAX's own, from compiled schedules: needs no TPU.
+bench-tpu: $(VENV)/.test
+	$(BIN)/python benchmarks/tpu_static.py $(BENCH)
 
 matrix: $(VENV)/.test
 	$(BIN)/python -m ejkernel.kernels._support --write

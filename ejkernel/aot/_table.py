@@ -61,4 +61,5 @@ def _read(file: pathlib.Path) -> list[Any]:
 
 def _dump(file: pathlib.Path, values: list[Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(values, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(value) for value in values)  # a row is a line
+    file.write_text(f"[\n{lines}\n]\n")

@@ -182,6 +182,7 @@ def test_what_makes_no_sense_is_raised_here(op, options, words):
         aot.compile(op, targets=["cuda:sm_90"], **options)
 
 
+@pytest.mark.slow
 def test_every_op_has_an_example():
     for op in kernel_registry.ops():
         call = _calls.decode(op, {"arrays": {}, "options": {}})

@@ -113,6 +113,40 @@ def test_garbage_in_the_future_reaches_no_earlier_query(entry_name):
         np.testing.assert_allclose(values[:, :15], oracle[:, :15], rtol=1e-5, atol=1e-6)
 
 
+def test_garbage_in_the_past_reaches_no_later_key(entry_name):
+    clean = arrays(1, 40, 40, 2, 1, 8, 8) | {"causal": True}
+    made = harness.solve(SPEC, make(clean))
+    dirty = clean | {"query": clean["query"].at[:, :9].set(jnp.nan)}
+    actual, _ = run(entry_name, make(dirty), made)
+    for name in ("key", "value"):
+        assert np.isnan(actual.gradients[name][:, :9]).all()
+        np.testing.assert_allclose(
+            actual.gradients[name][:, 9:], made.oracle.gradients[name][:, 9:], rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("factor", [1.0, 60.0, -60.0])
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [(64, {}), (70, {}), (64, {"causal": True}), (70, {"sliding_window": (25, 25)})],
+)
+def test_logits_that_rise_far(entry_name, length, options, factor):
+    """A reference that the first keys gave may be hundreds of powers of two too low or high."""
+    values = arrays(1, length, length, 2, 1, 8, 8) | options | {"return_lse": True}
+    rising = jnp.where(jnp.arange(length) < 35, 1.0, factor)[None, :, None, None]
+    values["key"] = values["key"] * rising
+    made = harness.solve(SPEC, make(values), grads=("bias",))  # no gradient: only outputs
+    actual, _ = run(entry_name, made.args, made)
+    oracle = made.oracle.outputs
+    largest = np.abs(oracle["lse"]).max()
+    assert largest > (2 if factor == 1.0 else 90)
+    # a logit is off by its last place, and a weight by as much of itself
+    bound = 4 * np.finfo(np.float32).eps * largest
+    np.testing.assert_allclose(actual.outputs["lse"], oracle["lse"], atol=bound, rtol=0)
+    scale = np.abs(oracle["out"]).max()
+    np.testing.assert_allclose(actual.outputs["out"], oracle["out"], atol=bound * scale, rtol=0)
+
+
 def test_garbage_in_a_visible_key_shows(entry_name):
     dirty = arrays(1, 24, 24, 2, 1, 8, 8)
     for name in ("query", "key", "value"):

@@ -15,9 +15,18 @@ OP = "flash_attention"
 SPEC = kernel_registry.spec(OP)
 # cuDNN has neither a bias nor a cap: test_cudnn.py
 PLATFORMS = sorted({str(entry.platform) for entry in kernel_registry.list(OP)} - {"cudnn"})
+ON_CPU = jax.default_backend() == "cpu"
 OPTIONS = {"causal": True, "sliding_window": 6, "logits_soft_cap": 4.0}
 
-pytestmark = pytest.mark.parametrize("platform", PLATFORMS)
+every = pytest.mark.parametrize("platform", PLATFORMS)
+# the rule of derivatives is shared: where kernels are interpreted, `make test-all` has the rest
+most = pytest.mark.parametrize(
+    "platform",
+    [
+        pytest.param(name, marks=[] if name == "xla" or not ON_CPU else pytest.mark.slow)
+        for name in PLATFORMS
+    ],
+)
 
 
 def arrays(seed=0, batch=(2,), t=9, s=11, heads=4, groups=2, d=4):
@@ -59,6 +68,7 @@ def fn(platform):
         yield functools.partial(ours, platform=platform)
 
 
+@every
 def test_eager_jit_and_grad_agree_with_the_oracle(fn):
     xs = arrays()
     expected = jax.value_and_grad(loss(reference), argnums=(0, 1, 2, 3))(*xs)
@@ -68,6 +78,7 @@ def test_eager_jit_and_grad_agree_with_the_oracle(fn):
     assert_close(jax.grad(jax.jit(loss(fn)), argnums=(0, 1, 2, 3))(*xs), expected[1])
 
 
+@most
 def test_only_what_is_perturbed_is_differentiated(fn):
     xs = arrays()
     text = str(jax.make_jaxpr(jax.grad(loss(fn), argnums=0))(*xs))
@@ -76,6 +87,7 @@ def test_only_what_is_perturbed_is_differentiated(fn):
     assert_close(jax.grad(loss(fn), argnums=0)(*xs), jax.grad(loss(reference), argnums=0)(*xs))
 
 
+@every
 def test_forward_mode(fn):
     xs, directions = arrays(), arrays(seed=1)
     assert_close(jax.jvp(fn, xs, directions), jax.jvp(reference, xs, directions))
@@ -83,6 +95,7 @@ def test_forward_mode(fn):
     assert_close(pushed, jax.jvp(reference, xs, directions)[1])
 
 
+@most
 def test_second_order(fn):
     xs = arrays(batch=(1,), t=3, s=4, heads=2, groups=1, d=2)
     for outer in (jax.jacfwd, jax.jacrev):
@@ -90,6 +103,7 @@ def test_second_order(fn):
         assert_close(actual, outer(jax.grad(loss(reference), argnums=(0, 1)))(*xs))
 
 
+@most
 @pytest.mark.parametrize("axes", [(0, 0, 0, None), (0, None, 1, None), (None, None, 2, 0)])
 def test_vmap(fn, axes):
     xs = [
@@ -107,6 +121,7 @@ def test_vmap(fn, axes):
     assert_close(jax.jit(jax.vmap(gradient, in_axes=axes))(*xs), expected)
 
 
+@every
 def test_vmap_of_a_batched_seed_uses_the_unbatched_batch_index(fn):
     q, k, v, bias = arrays()
     seeds = jnp.asarray([3, 4], jnp.uint32)
@@ -127,6 +142,7 @@ def _count(jaxpr, name):
     return total
 
 
+@most
 def test_checkpoint_saves_named_residuals_and_runs_forward_once(fn):
     xs = arrays()
     names = (f"{OP}.out", f"{OP}.lse")
@@ -143,6 +159,7 @@ def test_checkpoint_saves_named_residuals_and_runs_forward_once(fn):
     assert everything == 2  # the count sees a forward that runs twice
 
 
+@most
 def test_eval_shape_and_abstract_arguments(fn):
     xs = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays()]
     out = jax.eval_shape(functools.partial(fn, return_lse=True), *xs)
@@ -152,6 +169,7 @@ def test_eval_shape_and_abstract_arguments(fn):
     ]
 
 
+@most
 def test_traced_lengths_need_no_host(fn):
     q, k, v, _ = arrays(batch=(1,), t=11)
     cum = jnp.asarray([0, 4, 4, 9])
@@ -160,6 +178,7 @@ def test_traced_lengths_need_no_host(fn):
     assert_close(run(cum + 1), reference(q, k, v, None, cum_seqlens_q=cum + 1))
 
 
+@every
 def test_inside_jit_only_the_label_remains(fn, platform):
     if platform != "xla" and jax.default_backend() == "cpu":
         pytest.skip("interpreted through a callback")

@@ -191,7 +191,7 @@ def test_key_heads_serve_groups_of_query_heads():
     assert_close(linear_recurrence(**values), linear_recurrence(**repeated))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_sequences_are_independent(reverse):
     values = arrays(100)
     ends = [0, 0, 1, 66, 66, 91, 91]  # empty ones at every place, nine tokens of none
@@ -247,6 +247,7 @@ def test_special_forms_are_the_general_one():
     assert lightning_attn is lightning_attention
 
 
+@pytest.mark.slow  # the generated tests of transformations take each op once
 def test_transforms():
     values = arrays(9, batch=2)
 

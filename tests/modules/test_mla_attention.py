@@ -110,7 +110,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "plain" else []) for n in OPTIONS]
+)
 def test_equals_attention_over_expanded_keys(name):
     assert_forms_equal_expanded(arrays(), **OPTIONS[name])
 

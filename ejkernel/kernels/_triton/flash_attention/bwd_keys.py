@@ -18,7 +18,7 @@ def _key_step(
     UNITS: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
-    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, MASKED: tl.constexpr,
+    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, MASKED: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
     """Adds what block i of the queries gives to dk and dv; tiles are [BK, BQ]."""
     row = i * BQ
@@ -53,9 +53,7 @@ def _key_step(
     )  # fmt: skip
     p = softmax.weights(x, b_lse[None, :], seen, UNITS, MASKED or (mask is not None))
     dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BK, BQ]
-    # what nobody sees may be nan, and 0 * nan is nan. A causal mask alone hides a query from some
-    # keys only, and its tiles are left as fast: to do them again, as forward does, costs 15 %
-    if (MASKED and (LEFT or IDS >= 1)) or (mask is not None):
+    if WARY:  # see forward
         b_q = addresses.finite(b_q)
         b_do = addresses.finite(b_do)
     kept = p
@@ -185,7 +183,7 @@ def flash_attention_bwd_dkv_kernel(
                     q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
                     dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
                     UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
-                    PRECISION, SUM_Q, SUM_K, True,
+                    PRECISION, SUM_Q, SUM_K, True, False,
                 )  # fmt: skip
         # 2. blocks that need no mask
         for i in range(full, ragged):
@@ -196,7 +194,7 @@ def flash_attention_bwd_dkv_kernel(
                 q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
                 dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
                 UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
-                PRECISION, SUM_Q, SUM_K, False,
+                PRECISION, SUM_Q, SUM_K, False, False,
             )  # fmt: skip
         # 3. the end of the window or of a segment, the last block
         if TAIL:
@@ -208,8 +206,39 @@ def flash_attention_bwd_dkv_kernel(
                     q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
                     dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
                     UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
-                    PRECISION, SUM_Q, SUM_K, True,
+                    PRECISION, SUM_Q, SUM_K, True, False,
                 )  # fmt: skip
+    # 4. rarely, all again, but for dbias: nan may have come from what a mask hides
+    if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
+        if addresses.any_nan(dk) or addresses.any_nan(dv):
+            dk = tl.zeros([BK, BD], tl.float32)
+            dv = tl.zeros([BK, BE], tl.float32)
+            PART: tl.constexpr = min(BQ, 32)  # see forward
+            for r in range(GROUP):
+                i_h = i_g * GROUP + r
+                wide_h = i_h.to(tl.int64)
+                h_query = query + (wide_b * num_q * num_heads + wide_h) * D
+                h_dout = dout + (wide_b * num_q * num_heads + wide_h) * E
+                h_lse = lse + (wide_b * num_heads + wide_h) * num_q
+                h_delta = delta + (wide_b * num_heads + wide_h) * num_q
+                h_bias = bias
+                if BIAS:
+                    h_bias = bias + wide_b * bias_b + wide_h * bias_h
+                h_mask = mask
+                if mask is not None:
+                    h_mask = mask + wide_b * mask_b + wide_h * mask_h
+                slope = 0.0
+                if SLOPES:
+                    slope = tl.load(slopes + i_h).to(tl.float32)
+                for i in tl.range(first * (BQ // PART), last * (BQ // PART), num_stages=1):
+                    dk, dv = _key_step(
+                        dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, None, h_bias,
+                        h_mask, slope, seed, drop_b, i_h + shift_h, row, o_k, k_id, k_id_2, k_pos,
+                        q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t,
+                        mask_s, dbias_t, dbias_s, left, right, num_q, num_k, D, E, BD, BE, PART,
+                        BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+                        THRESHOLD, KEPT, PRECISION, SUM_Q, SUM_K, True, True,
+                    )  # fmt: skip
     p_dk = addresses.tile_pointers(
         dk_out + (wide_b * num_k * num_groups + i_g) * D, row, num_groups * D, BK, BD
     )

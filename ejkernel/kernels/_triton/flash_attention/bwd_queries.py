@@ -169,12 +169,13 @@ def flash_attention_bwd_dq_kernel(
     if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
         if addresses.any_nan(dq):
             dq = tl.zeros([BQ, BD], tl.float32)
-            for j in tl.range(first, last, num_stages=1):
+            PART: tl.constexpr = min(BK, 32)  # see forward
+            for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
                 dq = _query_step(
                     dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, drop_b,
                     drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
                     bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-                    BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+                    PART, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
                     THRESHOLD, KEPT, PRECISION, True, True,
                 )  # fmt: skip
     p_dq = addresses.tile_pointers(

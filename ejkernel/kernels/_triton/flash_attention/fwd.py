@@ -2,6 +2,10 @@
 
 One program computes a block of queries of one head. Its blocks of keys come in three runs: masked,
 without any mask, and masked again. Arrays are [b, t, h, d], contiguous.
+
+Where nothing is masked the first block's maximum stays the reference of the rows: float32 and
+bfloat16 have exponents enough for weights far above one. So the sum of values is only ever added
+to, and its products run beside the next block's. A row whose weights grow too large is done again.
 """
 
 from typing import Any
@@ -15,6 +19,9 @@ from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
 from ejkernel.kernels._triton.flash_attention import call, config
 
+# the most that weights of a row may sum up to, in units of its reference
+_MOST = tl.constexpr(2.0**100)
+
 
 @triton.jit
 def _step(
@@ -26,12 +33,13 @@ def _step(
     UNITS: tl.constexpr,
     CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
     POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, WARY: tl.constexpr,
+    KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, STEADY: tl.constexpr,
+    WARY: tl.constexpr,
 ):  # fmt: skip
     """Folds block j of the keys into the state of the rows.
 
     A hidden key has weight 0, but 0 * nan is nan. WARY: a value that is not finite marks its key,
-    and is taken as 0.
+    and is taken as 0. STEADY: the maximum that the rows have stays their reference.
     """
     row = j * BK
     o_k = row + tl.arange(0, BK)
@@ -64,13 +72,17 @@ def _step(
     if mask is not None:
         given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
         x = tl.where(given != 0, x, float("-inf"))
-    m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKED or BIAS or (mask is not None))
+    if STEADY:
+        p = tl.math.exp2(x * UNITS - m[:, None])  # [BQ, BK]
+        l += tl.sum(p, 1)
+    else:
+        m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKED or BIAS or (mask is not None))
+        acc = acc * alpha[:, None]
     if THRESHOLD is not None:
         kept = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
         p = tl.where(kept, p * KEPT, 0.0)
     if not WARY:
         b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
-    acc = acc * alpha[:, None]
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
     return m, l, acc
 
@@ -105,6 +117,10 @@ def flash_attention_fwd_kernel(
     BIAS: tl.constexpr = bias is not None
     SLOPES: tl.constexpr = slopes is not None
     POSITIONS: tl.constexpr = q_positions is not None
+    # exponents of float16 are too few, and with these the first logits say little of the others
+    STEADY: tl.constexpr = (
+        (query.dtype.element_ty != tl.float16) and not BIAS and not SLOPES and (mask is None)
+    )
 
     query += (wide_b * num_q * num_heads + i_h) * D
     key += (wide_b * num_k * num_groups + i_g) * D
@@ -156,16 +172,26 @@ def flash_attention_fwd_kernel(
                 q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
                 mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
                 CAP, BIAS,
-                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False,
+                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False, False,
             )  # fmt: skip
-    # 2. blocks that need no mask
+    # 2. blocks that need no mask; the first gives a maximum that most often serves them all
+    if STEADY:
+        for j in range(full, tl.minimum(full + 1, ragged)):
+            m, l, acc = _step(
+                m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
+                q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
+                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP,
+                BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False,
+                False, False,
+            )  # fmt: skip
+        full += 1
     for j in range(full, ragged):
         m, l, acc = _step(
             m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
             q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
             mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP,
             BIAS,
-            SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False, False,
+            SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False, STEADY, False,
         )  # fmt: skip
     # 3. the diagonal, the end of a segment, the last block
     if TAIL:
@@ -175,22 +201,27 @@ def flash_attention_fwd_kernel(
                 q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
                 mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
                 CAP, BIAS,
-                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False,
+                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False, False,
             )  # fmt: skip
 
-    # 4. rarely, all again: nan may have come from what a mask hides
-    if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
-        if addresses.any_nan(acc):
+    # 4. rarely, all again: a weight grew too large, or nan came from what a mask hides
+    HIDES: tl.constexpr = LEFT or RIGHT or (IDS >= 1) or (mask is not None)
+    if STEADY or HIDES:
+        again = tl.max((l > _MOST).to(tl.int32) | (l != l).to(tl.int32), 0) > 0
+        if HIDES:
+            again |= addresses.any_nan(acc)
+        if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
             acc = tl.zeros([BQ, BE], tl.float32)
-            for j in tl.range(first, last, num_stages=1):
+            PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loops
+            for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
                 m, l, acc = _step(
                     m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q,
                     q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s,
-                    mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE,
-                    NATURAL, UNITS, CAP, BIAS,
-                    SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, True,
+                    mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, PART, SCALE,
+                    NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
+                    KEPT, PRECISION, True, False, True,
                 )  # fmt: skip
 
     if sinks is not None:
