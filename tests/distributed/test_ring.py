@@ -225,6 +225,7 @@ def test_types_that_say_how_tokens_are_split():
     assert_same({"out": out}, whole(xs, causal=True))
 
 
+@pytest.mark.slow
 def test_the_number_of_devices_is_part_of_the_program():
     """Blocks of one shape, on rings of one, two and four devices."""
     for devices in (1, 2, 4):

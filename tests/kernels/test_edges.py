@@ -125,7 +125,7 @@ def test_garbage_in_the_past_reaches_no_later_key(entry_name):
         )
 
 
-@pytest.mark.parametrize("factor", [1.0, 60.0, -60.0])
+@pytest.mark.parametrize("factor", [60.0, -60.0])
 @pytest.mark.parametrize(
     ("length", "options"),
     [(64, {}), (70, {}), (64, {"causal": True}), (70, {"sliding_window": (25, 25)})],
@@ -139,7 +139,7 @@ def test_logits_that_rise_far(entry_name, length, options, factor):
     actual, _ = run(entry_name, made.args, made)
     oracle = made.oracle.outputs
     largest = np.abs(oracle["lse"]).max()
-    assert largest > (2 if factor == 1.0 else 90)
+    assert largest > 90
     # a logit is off by its last place, and a weight by as much of itself
     bound = 4 * np.finfo(np.float32).eps * largest
     np.testing.assert_allclose(actual.outputs["lse"], oracle["lse"], atol=bound, rtol=0)

@@ -85,7 +85,7 @@ def test_strong_gates_are_exact_and_so_are_weak_ones_after_them(gates):
         assert_close(grads[name][:, 1:40], expected[name][:, 1:40], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["g", "gk", "gv"])
+@pytest.mark.parametrize("name", [pytest.param("g", marks=pytest.mark.slow), "gk", "gv"])
 def test_a_gate_of_minus_infinity_forgets(name):
     values = arrays(20)
     values[name] = values[name].at[:, 7].set(-jnp.inf)
@@ -99,7 +99,7 @@ def test_a_gate_of_minus_infinity_forgets(name):
     assert all(np.isfinite(x).all() for x in grads.values())
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_states_join_the_pieces_of_a_sequence(reverse):
     values = arrays(90, batch=2)
     state = values.pop("initial_state")

@@ -111,7 +111,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "plain" else []) for n in OPTIONS]
+    "name",
+    [pytest.param(n, marks=[] if n == "window_cap_sinks" else pytest.mark.slow) for n in OPTIONS],
 )
 def test_equals_attention_over_expanded_keys(name):
     assert_forms_equal_expanded(arrays(), **OPTIONS[name])
@@ -241,6 +242,7 @@ def test_traced_lengths_and_vmap():
     assert_close(out[1], mla_attention(*(x[1] for x in many), causal=True))
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_order():
     xs = arrays(t=3, s=4, heads=2, groups=1, batch=1)
 
@@ -268,6 +270,7 @@ def test_a_mesh_changes_nothing(absorb):
     assert_close(pull(run, xs, causal=True, **place), pull(run, xs, causal=True))
 
 
+@pytest.mark.slow
 def test_double_precision():
     with jax.enable_x64(True):
         xs = tuple(x.astype(jnp.float64) for x in arrays())

@@ -144,6 +144,7 @@ def test_no_square_of_tokens_in_memory():
     assert used.temp_size_in_bytes < 640 * 2**20
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_order():
     xs, directions = arrays(t=9, gates=3), arrays(t=9, gates=3, seed=1)
     wanted = functools.partial(reference, **OPTIONS)
@@ -156,6 +157,7 @@ def test_forward_mode_and_second_order():
     assert_close(pushed(gradient(ours)), pushed(gradient(wanted)), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_vmap_over_lengths_and_arrays():
     q, k, v = arrays(t=13, batch=3)
     cuts = jnp.asarray([[0, 5, 13], [2, 2, 9], [0, 0, 0]], jnp.int32)
@@ -177,6 +179,7 @@ def test_heads_and_batch_split_over_devices():
     assert_close(everything(split, 6)(*xs), everything(ours, 6)(*xs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_under_x64(dtype):
     with jax.enable_x64(True):

@@ -248,6 +248,7 @@ def test_every_name_of_an_activation():
 # Transformations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_forward_mode_and_second_order(cell):
     xs, directions = call(cell, sizes=(2, 3, 2, 2)), call(cell, seed=1, sizes=(2, 3, 2, 2))
