@@ -10,15 +10,21 @@ from ejkernel.aot._reports import COMPILED, Report
 
 
 def choose(reports: Sequence[Report]) -> list[Report]:
-    """The report of least cycles for every target and direction; the earlier one if equal."""
+    """The report of least cycles for every target and direction; the earlier one if equal.
+
+    There is none where a candidate whose cycles are only a lower bound may be the better one.
+    """
     best: dict[tuple[str, str], tuple[float, Report]] = {}
+    bounds: dict[tuple[str, str], float] = {}
     for report in reports:
         place, cycles = (report.target, report.direction), report.cycles
-        if report.status != COMPILED or not report.exact or cycles is None:
+        if report.status != COMPILED or cycles is None:
             continue
-        if place not in best or cycles < best[place][0]:
+        if not report.exact:
+            bounds[place] = min(cycles, bounds.get(place, cycles))
+        elif place not in best or cycles < best[place][0]:
             best[place] = (cycles, report)
-    return [report for _, report in best.values()]
+    return [report for place, (least, report) in best.items() if least <= bounds.get(place, least)]
 
 
 def rows(chosen: Sequence[Report]) -> list[dict[str, Any]]:
