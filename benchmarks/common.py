@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime as dt
+import importlib.metadata
 import json
 import pathlib
 import platform
@@ -77,6 +78,17 @@ def time_pair(
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
+def _peers() -> dict[str, str]:
+    """Versions of what may have been compiled with or compared to."""
+    found = {}
+    for name in ("triton", "torch", "libtpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def save(name: str, shape: str, **content: Any) -> None:
     """Writes benchmarks/results/<name>.json with device and versions."""
     _RESULTS.mkdir(exist_ok=True)
@@ -84,7 +96,7 @@ def save(name: str, shape: str, **content: Any) -> None:
         "date": dt.date.today().isoformat(),
         "device": device_fingerprint(),
         "machine": platform.processor() or platform.machine(),
-        "versions": {"jax": jax.__version__, "ejkernel": ejkernel.__version__},
+        "versions": {"jax": jax.__version__, "ejkernel": ejkernel.__version__} | _peers(),
         "shape": shape,
         **content,
     }

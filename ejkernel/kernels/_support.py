@@ -18,6 +18,8 @@ _CHECKED = {
     Platform.PALLAS: ("interpreted", "compiled"),
     Platform.CUDNN: ("needs a GPU",),
 }
+_RESULTS = _ROOT / "benchmarks" / "results"
+_BENCHMARKS = {"flash_attention": "gpu_attention.json"}  # on devices, by op
 # Columns of README's table; a kernel that only stands in for another has none.
 _COLUMNS = {"Triton": "triton/gpu", "TPU": "pallas/tpu", "cuDNN": "cudnn/gpu", "XLA": "xla/any"}
 
@@ -32,7 +34,8 @@ def matrix() -> dict[str, dict[str, dict[str, Any]]]:
 
 def _cell(entry: KernelEntry) -> dict[str, Any]:
     backward = "own" if entry.backward is not None else None
-    on_devices = [f"run on {name}" for name in _devices(entry)]
+    on_devices = [f"tests passed on {name}" for name in _passed(entry)]
+    on_devices += [f"measured on {name}" for name in _measured(entry)]
     return {
         "backward": backward or ("jax" if entry.derivative == "jax" else None),
         "honours": "all" if entry.honours is None else sorted(entry.honours),
@@ -41,15 +44,25 @@ def _cell(entry: KernelEntry) -> dict[str, Any]:
     }
 
 
-def _devices(entry: KernelEntry) -> list[str]:
+def _passed(entry: KernelEntry) -> list[str]:
     """Devices on which every test of a kernel passed, from the results that were kept."""
     found = []
-    for path in sorted((_ROOT / "benchmarks" / "results").glob("*_matrix.json")):
+    for path in sorted(_RESULTS.glob("*_matrix.json")):
         result = json.loads(path.read_text())
         counts = result["entries"].get(f"{entry.op} {entry.name}", {})
         if counts.get("passed") and not counts.get("failed"):
             found.append(result["device"])
     return found
+
+
+def _measured(entry: KernelEntry) -> list[str]:
+    """Devices on which a kernel was timed beside its peers, once its numbers agreed with theirs."""
+    path = _RESULTS / _BENCHMARKS.get(entry.op, "")
+    if not path.is_file() or entry.priority:
+        return []
+    result = json.loads(path.read_text())
+    timed = any(str(entry.platform) in row for row in result["rows"])
+    return [result["device"].split("|")[1]] if timed else []
 
 
 def table() -> str:
