@@ -269,7 +269,9 @@ def keep(options, rows, extras, table):
         pathlib.Path(options.table).write_text(json.dumps(table, indent=1) + "\n")
     if options.save:
         shape = "16k tokens, bfloat16; d128: 16 heads, d64: 32, gqa: 32/8 of 128; milliseconds"
-        common.save("gpu_attention", shape, rows=rows, options=extras, models=MODELS)
+        entries = {e.name: e.version for e in kernel_registry.list("flash_attention")}
+        more = {"options": extras, "models": MODELS, "entries": entries}
+        common.save("gpu_attention", shape, rows=rows, **more)
 
 
 def main():

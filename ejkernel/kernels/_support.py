@@ -61,7 +61,7 @@ def _measured(entry: KernelEntry) -> list[str]:
     if not path.is_file() or entry.priority:
         return []
     result = json.loads(path.read_text())
-    timed = any(str(entry.platform) in row for row in result["rows"])
+    timed = result["entries"].get(entry.name) == entry.version  # numbers of older code are not its
     return [result["device"].split("|")[1]] if timed else []
 
 

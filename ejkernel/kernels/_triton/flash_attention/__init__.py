@@ -24,5 +24,6 @@ kernel_registry.register(
     Backend.GPU,
     backward=bwd.backward,
     config=config,
+    version=2,
     requires=_requires,
 )(fwd.forward)
