@@ -12,8 +12,10 @@ import re
 
 import jax
 
+import ejkernel
+
 _ENTRY = re.compile(r"(?:xla|triton|pallas|cudnn|cuda)/[a-z]+(?:@-?\d+)?")
-_VERSIONS = ("ejkernel", "jax", "triton")
+_VERSIONS = ("jax", "jaxlib", "triton", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
 
 
 class Recorder:
@@ -30,13 +32,14 @@ class Recorder:
 
     def pytest_sessionfinish(self):
         device = jax.devices()[0]
-        found = {name: dict(sorted(count.items())) for name, count in sorted(self._counts.items())}
+        entries = {name: dict(sorted(count.items())) for name, count in sorted(self._counts.items())}
         content = {
             "date": dt.date.today().isoformat(),
             "device": device.device_kind,
             "backend": device.platform,
-            "versions": {name: _version(name) for name in _VERSIONS},
-            "entries": found,
+            "versions": {"ejkernel": ejkernel.__version__}
+            | {name: found for name in _VERSIONS if (found := _version(name)) is not None},
+            "entries": entries,
         }
         self._path.write_text(json.dumps(content, indent=1) + "\n")
 
