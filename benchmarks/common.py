@@ -103,6 +103,12 @@ def save(name: str, shape: str, **content: Any) -> None:
     (_RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
+def load(name: str) -> dict[str, Any]:
+    """What `save` wrote last; nothing where it never did."""
+    path = _RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def options(doc: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--rounds", type=int, default=3)

@@ -43,9 +43,9 @@ OPTION_BARS = {
 }
 
 
-def shapes(quick):
+def shapes(models, quick=False):
     lengths = LENGTHS[1:2] if quick else LENGTHS
-    every = itertools.product(MODELS, lengths, (True, False))
+    every = itertools.product(models, lengths, (True, False))
     return [x for x in every if x[0] != "gqa" or x[2]]
 
 
@@ -119,9 +119,9 @@ def torch_times(model, length, causal):
     return times
 
 
-def public_times(folder):
+def public_times(folder, models):
     """Milliseconds of the public package at one length, by shape and mode."""
-    asked = shapes(quick=True)
+    asked = shapes(models, quick=True)
     sizes = [(TOKENS // n, n, *MODELS[model], causal) for model, n, causal in asked]
     done = subprocess.run(
         [sys.executable, pathlib.Path(__file__).with_name("gpu_public.py")],
@@ -134,12 +134,12 @@ def public_times(folder):
     return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=False))
 
 
-def compile_main(number, count, quick):
+def compile_main(number, count, models, quick):
     """In a process without a device: compiles every count-th candidate into the cache on disk."""
     target = _device.Target("gpu", "NVIDIA H200", "9.0")
     entry = next(e for e in kernel_registry.list("flash_attention") if e.platform == "triton")
     jobs = []
-    for model, length, causal in shapes(quick):
+    for model, length, causal in shapes(models, quick):
         xs = jax.eval_shape(lambda m=model, n=length: arrays(m, n))
 
         def args_of(q, k, v, causal=causal):
@@ -270,6 +270,10 @@ def keep(options, rows, extras, table):
     if options.save:
         shape = "16k tokens, bfloat16; d128: 16 heads, d64: 32, gqa: 32/8 of 128; milliseconds"
         entries = {e.name: e.version for e in kernel_registry.list("flash_attention")}
+        earlier = common.load("gpu_attention")
+        if earlier.get("entries") == entries:  # of other models, with the same code
+            rows = [r for r in earlier["rows"] if r["model"] not in options.models] + rows
+            extras = extras or earlier["options"]
         more = {"options": extras, "models": MODELS, "entries": entries}
         common.save("gpu_attention", shape, rows=rows, **more)
 
@@ -278,24 +282,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--quick", action="store_true", help="one length")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--options", action="store_true", help="the costs of options too")
     parser.add_argument("--public", default="", help="folder of the public package")
     parser.add_argument("--workers", type=int, default=0, help="processes that compile first")
     parser.add_argument("--table", default="", help="a file for the tuned configurations")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    quick = ["--quick"] if options.quick else []
+    same = ["--models", *options.models, *(["--quick"] if options.quick else [])]
     if options.role:
         number, count = options.role.split("/")
-        return compile_main(int(number), int(count), options.quick)
+        return compile_main(int(number), int(count), options.models, options.quick)
     workers = options.workers
-    in_processes(
-        [["--role", f"{i}/{workers}", *quick] for i in range(workers)], JAX_PLATFORMS="cpu"
-    )
-    public = public_times(options.public) if options.public else {}
+    in_processes([["--role", f"{i}/{workers}", *same] for i in range(workers)], JAX_PLATFORMS="cpu")
+    public = public_times(options.public, options.models) if options.public else {}
     rows, short, table = [], [], []
     names = ("triton", "cudnn", "auto", *PEERS)
     print(f"{'TFLOP/s':<30}" + "".join(f"{n:>14}" for n in names))
-    for model, length, causal in shapes(options.quick):
+    for model, length, causal in shapes(options.models, options.quick):
         times = compare(model, length, causal, public)
         for mode in ("fwd", "fwd+bwd"):
             row = {n: times[n, mode] for n in names if (n, mode) in times}
@@ -307,7 +311,7 @@ def main():
             short += judge(model, length, causal, mode, row)
         table += table_rows(model, length, causal)
         keep(options, rows, [], table)  # a long run may be cut short
-    extras = options_table()
+    extras = options_table() if options.options else []
     keep(options, rows, extras, table)
     for row in extras:
         if row["cost"] > (bar := OPTION_BARS.get(row["option"], float("inf"))):

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from ejkernel.kernels import kernel_registry
 from tests import device_results
 
 
@@ -20,6 +21,7 @@ from tests import device_results
             "tests/kernels/test_conformance.py::test_c[flash_attention-cudnn/gpu@-1-causal]",
             "flash_attention cudnn/gpu@-1",
         ),
+        ("tests/kernels/test_edges.py::test_f[no_key-triton/gpu]", "flash_attention triton/gpu"),
         ("tests/kernels/test_cudnn.py::test_d[odd-float16]", None),
         ("tests/ops/test_chain.py::test_e", None),
     ],
@@ -37,5 +39,24 @@ def test_counts(tmp_path):
         recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
     content = json.loads((tmp_path / "results.json").read_text())
-    assert content["entries"] == {"gla xla/any": {"failed": 1, "passed": 1}}
+    version = kernel_registry.list("gla")[0].version
+    assert content["entries"] == {"gla xla/any": {"version": version, "failed": 1, "passed": 1}}
     assert content["backend"] == "cpu"
+
+
+def run_with(path, nodeid):
+    recorder = device_results.Recorder(str(path))
+    report = types.SimpleNamespace(when="call", outcome="passed", skipped=False, nodeid=nodeid)
+    recorder.pytest_runtest_logreport(report)
+    recorder.pytest_sessionfinish()
+    return json.loads(path.read_text())
+
+
+def test_a_second_run_keeps_the_other_entries(tmp_path):
+    path = tmp_path / "results.json"
+    run_with(path, "t.py::t[gla-xla/any-plain]")
+    content = run_with(path, "t.py::t[attention-xla/any-plain]")
+    assert set(content["entries"]) == {"gla xla/any", "attention xla/any"}
+    path.write_text(json.dumps(content | {"device": "another"}))
+    content = run_with(path, "t.py::t[gla-xla/any-plain]")
+    assert set(content["entries"]) == {"gla xla/any"}

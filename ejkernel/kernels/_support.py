@@ -50,7 +50,8 @@ def _passed(entry: KernelEntry) -> list[str]:
     for path in sorted(_RESULTS.glob("*_matrix.json")):
         result = json.loads(path.read_text())
         counts = result["entries"].get(f"{entry.op} {entry.name}", {})
-        if counts.get("passed") and not counts.get("failed"):
+        current = counts.get("version") == entry.version
+        if current and counts.get("passed") and not counts.get("failed"):
             found.append(result["device"])
     return found
 

@@ -66,9 +66,8 @@ def softmax_kernel(
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(out + o_r[:, None] * WIDTH + o_w[None, :], acc)
     tl.store(lse + o_r, softmax.logsumexp(m, l))
-    base = softmax.shift(m + tl.math.log2(l))
-    seen = b_x > float("-inf")
-    p = softmax.weights(b_x, base[:, None], seen, UNITS, True)
+    base = softmax.base(softmax.logsumexp(m, l) + 2.0, 2.0)
+    p = tl.math.exp2(b_x * UNITS - base[:, None])
     tl.store(weights + o_r[:, None] * KEYS + o_k[None, :], p)
 
 
@@ -279,9 +278,13 @@ def test_a_word_that_equals_the_threshold_is_kept():
 
 
 @triton.jit
-def near_kernel(q, k, left, right, out, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def near_kernel(
+    q, k, left, right, out, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    ROOMY: tl.constexpr,
+):  # fmt: skip
     o = tl.arange(0, N)
-    seen = mask.near(tl.load(q + o)[:, None], tl.load(k + o)[None, :], left, right, LEFT, RIGHT)
+    b_q, b_k = tl.load(q + o)[:, None], tl.load(k + o)[None, :]
+    seen = mask.near(b_q, b_k, left, right, LEFT, RIGHT, ROOMY)
     tl.store(out + o[:, None] * N + o[None, :], seen.to(tl.int32))
 
 
@@ -299,6 +302,15 @@ NEAR_THE_LIMITS = {
     "window", [(0, 0), (3, None), (None, 2), (2, 5), (LIMIT - 1, None), (None, LIMIT - 1)], ids=str
 )
 def test_pairs_near_each_other(where, window):
+    check_near(where, window, roomy=False)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (3, None), (None, 2), (2, 5)], ids=str)
+def test_near_pairs_of_roomy_positions(window):
+    check_near("usual", window, roomy=True)
+
+
+def check_near(where, window, roomy):
     q_pos = NEAR_THE_LIMITS[where]
     k_pos = np.roll(q_pos, 3)
     left, right = window
@@ -313,6 +325,7 @@ def test_pairs_near_each_other(where, window):
         N=8,
         LEFT=left is not None,
         RIGHT=right is not None,
+        ROOMY=roomy,
     )
     distance = k_pos[None, :] - q_pos[:, None]  # int64
     expected = np.ones((8, 8), bool)
@@ -427,7 +440,7 @@ def test_what_is_not_finite_is_found_and_cleaned():
 def tanh_kernel(x, out, N: tl.constexpr, EXACT: tl.constexpr):
     o = tl.program_id(0) * N + tl.arange(0, N)
     b_x = tl.load(x + o)
-    tl.store(out + o, pairs.tanh(b_x) if EXACT else pairs.quick_capped(b_x, 1.0, 1.0))
+    tl.store(out + o, pairs.tanh(b_x) if EXACT else 1.0 + 2.0 * pairs.below_cap(b_x, 1.0, 1.0))
 
 
 def tanh(x, exact=True):

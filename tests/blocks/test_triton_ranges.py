@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._triton._blocks import ranges
+from ejkernel.kernels._triton._blocks import table as blocks
 
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
 SPEC = kernel_registry.spec("flash_attention")
@@ -52,12 +56,63 @@ def dense(q_pos, k_pos, window, ids=()):
     return seen
 
 
+@triton.jit
+def rows_kernel(
+    num, num_s, offset, before, after, out, SIZE: tl.constexpr, SIZE_S: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    first, full, ragged, last = blocks.row(
+        None, i, num, num_s, offset, before, after, SIZE, SIZE_S, BEFORE, AFTER
+    )
+    tl.store(out + i * 4, first)
+    tl.store(out + i * 4 + 1, full)
+    tl.store(out + i * 4 + 2, ragged)
+    tl.store(out + i * 4 + 3, last)
+
+
+def computed(num, num_s, offset, window, size, size_s):
+    """The rows that kernels compute for themselves, as a table."""
+    count = cdiv(num, size)
+    before, after = (min(x or 0, num + num_s) for x in window)  # as kernels are given them
+    return triton_call(
+        rows_kernel,
+        num,
+        num_s,
+        offset,
+        before,
+        after,
+        grid=(count,),
+        out_shape=[jax.ShapeDtypeStruct((1, count, 4), jnp.int32)],
+        SIZE=size,
+        SIZE_S=size_s,
+        BEFORE=window[0] is not None,
+        AFTER=window[1] is not None,
+    )[0]
+
+
+def key_table(of, window, block_q, block_k):
+    table = ranges.key_table(of, window, block_q, block_k)
+    if of.plain:
+        assert table is None
+        return computed(of.num_q, of.num_k, of.offset, window, block_q, block_k)
+    return table
+
+
+def query_table(of, window, block_q, block_k):
+    table = ranges.query_table(of, window, block_q, block_k)
+    if of.plain:
+        assert table is None
+        return computed(of.num_k, of.num_q, -of.offset, window[::-1], block_k, block_q)
+    return table
+
+
 def check_tables(of, window, size, seen):
     """Both tables against the dense mask; [b, t, s]."""
     block_q, block_k = size
-    check_table(ranges.key_table(of, window, block_q, block_k), seen, block_q, block_k)
+    check_table(key_table(of, window, block_q, block_k), seen, block_q, block_k)
     turned = seen.transpose(0, 2, 1)
-    check_table(ranges.query_table(of, window, block_q, block_k), turned, block_k, block_q)
+    check_table(query_table(of, window, block_q, block_k), turned, block_k, block_q)
 
 
 def check_table(table, seen, block_r, block_c):
@@ -95,7 +150,6 @@ def test_plain_calls(length, window, size):
     t, s = length
     of = tokens_of(1, t, s)
     assert of.plain
-    assert isinstance(ranges.key_table(of, window, *size), np.ndarray)
     q_pos, k_pos = np.arange(t)[None] + s - t, np.arange(s)[None]
     check_tables(of, window, size, dense(q_pos, k_pos, window))
 
@@ -104,7 +158,7 @@ def test_plain_calls(length, window, size):
 def test_causal_calls_skip_and_unmask_what_they_can(length):
     """Work is saved: on the diagonal one block is masked, and those after it are left out."""
     t, s = length
-    table = ranges.key_table(tokens_of(1, t, s), (None, 0), 16, 16)[0]
+    table = np.asarray(key_table(tokens_of(1, t, s), (None, 0), 16, 16))[0]
     diagonal = np.arange(t // 16) + (s - t) // 16
     np.testing.assert_array_equal(table[:, 3], diagonal + 1)
     np.testing.assert_array_equal(table[:, 2] - table[:, 1], diagonal)
@@ -112,9 +166,9 @@ def test_causal_calls_skip_and_unmask_what_they_can(length):
 
 
 def test_calls_without_a_mask_have_none():
-    table = ranges.key_table(tokens_of(1, 32, 64), (None, None), 16, 16)[0]
+    table = key_table(tokens_of(1, 32, 64), (None, None), 16, 16)[0]
     np.testing.assert_array_equal(table, [[0, 0, 4, 4]] * 2)
-    table = ranges.key_table(tokens_of(1, 24, 60), (None, None), 16, 16)[0]
+    table = key_table(tokens_of(1, 24, 60), (None, None), 16, 16)[0]
     np.testing.assert_array_equal(table, [[0, 0, 3, 4], [0, 0, 0, 4]])
 
 

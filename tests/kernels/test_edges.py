@@ -147,6 +147,27 @@ def test_logits_that_rise_far(entry_name, length, options, factor):
     np.testing.assert_allclose(actual.outputs["out"], oracle["out"], atol=bound * scale, rtol=0)
 
 
+@pytest.mark.parametrize("logit", [500.0, -500.0])
+def test_rows_that_see_nothing_of_their_first_block(entry_name, logit):
+    """With a window, no key of the first block may be there to take a reference from."""
+    values = arrays(1, 70, 70, 2, 1, 8, 8) | {"sliding_window": (20, 0), "softmax_scale": 1.0}
+    values["query"] = jnp.full_like(values["query"], logit / 8)
+    values["key"] = jnp.ones_like(values["key"])
+    made = harness.solve(SPEC, make(values), grads=("bias",))
+    actual, _ = run(entry_name, made.args, made)
+    np.testing.assert_allclose(actual.outputs["out"], made.oracle.outputs["out"], atol=1e-5)
+
+
+def test_large_weights_of_large_values_do_not_overflow(entry_name):
+    values = arrays(1, 64, 64, 2, 1, 8, 8)
+    values["key"] = values["key"].at[:, 40:].multiply(20.0)
+    values["value"] = jnp.abs(values["value"]) * 1e30  # of one sign: inf, not nan
+    made = harness.solve(SPEC, make(values), grads=("bias",))
+    actual, _ = run(entry_name, made.args, made)
+    expected = made.oracle.outputs["out"]
+    np.testing.assert_allclose(actual.outputs["out"], expected, atol=1e-5 * np.abs(expected).max())
+
+
 def test_garbage_in_a_visible_key_shows(entry_name):
     dirty = arrays(1, 24, 24, 2, 1, 8, 8)
     for name in ("query", "key", "value"):

@@ -5,15 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
-def near(q_pos, k_pos, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Pairs inside a window; positions are expanded against each other."""
-    distance = k_pos - q_pos  # a limit added to a position may not fit into 32 bits
-    if LEFT and RIGHT:
-        return (distance <= right) & (distance >= -left)
-    elif RIGHT:
-        return distance <= right
+def near(
+    q_pos, k_pos, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROOMY: tl.constexpr
+):  # fmt: skip
+    """Pairs inside a window; positions are expanded against each other.
+
+    ROOMY: a limit added to a position fits into 32 bits, which takes fewer instructions a pair.
+    """
+    if ROOMY:
+        low, high, x = q_pos - left, q_pos + right, k_pos
     else:
-        return distance >= -left
+        low, high, x = -left, right, k_pos - q_pos
+    if LEFT and RIGHT:
+        return (x <= high) & (x >= low)
+    elif RIGHT:
+        return x <= high
+    else:
+        return x >= low
 
 
 @triton.jit

@@ -9,6 +9,9 @@ import triton.language as tl
 
 from ejkernel.kernels._triton._blocks import addresses, mask
 
+# A hidden logit under a cap, in backward: its weight is 0, and the cap's derivative still finite
+DEEP = tl.constexpr(-1e15)
+
 
 @triton.jit
 def tanh(x):
@@ -24,20 +27,28 @@ def tanh(x):
 
 
 @triton.jit
-def quick_capped(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
-    """CAP * tanh(x * FACTOR / CAP) to 4e-6 of CAP, enough for half precision.
+def below_cap(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
+    """z for which CAP + 2 CAP z = CAP tanh(x * FACTOR / CAP), to 1.2e-6: enough for half precision.
 
     The unit for exp2 and reciprocals is what softmax keeps busy: here a reciprocal is a guess from
-    the bits of its argument, refined by a step of Newton's and one of third order.
+    the bits of its argument and two steps of Newton's, with constants that halve what is left.
     """
     # 2^40 is as good as infinity; nan stays nan
     u = tl.minimum(x * (2.8853900817779268 * FACTOR / CAP), 40.0, tl.PropagateNan.ALL)
-    d = 1.0 + tl.math.exp2(u)  # tanh = 1 - 2 / d
-    r = (0x7EF311C3 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    r = r * (2.0 - d * r)
-    e = 1.0 - d * r
-    r = r * (e * e + e) + r
-    return CAP - (2.0 * CAP) * r
+    d = 1.0 + tl.math.exp2(u)  # z = -1 / d
+    r = (0x7EF3F000 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    r = r * (2.0015 - d * r)
+    return r * (d * r - 2.0000011)
+
+
+@triton.jit
+def cap_slope(x, CAP: tl.constexpr, EXACT: tl.constexpr):
+    """Derivative of a capped logit, as `logits` gives it, after what is capped."""
+    if EXACT:
+        y = x * (1.0 / CAP)
+        return 1.0 - y * y
+    else:
+        return -4.0 * x * (1.0 + x)
 
 
 @triton.jit
@@ -60,7 +71,10 @@ def logits(
     CAP: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Scores in natural units; if not NATURAL, the bare dots, left to the softmax to scale."""
+    """Scores in natural units; if not NATURAL, the bare dots, left to the softmax to scale.
+
+    Under a cap and not EXACT, scores less the cap, in units of twice the cap.
+    """
     x = dots
     FACTOR: tl.constexpr = 1.0 if BIAS or SLOPES or EXACT else SCALE  # left to the cap
     if NATURAL and (CAP is None or FACTOR == 1.0):
@@ -73,7 +87,7 @@ def logits(
         if EXACT:
             x = CAP * tanh(tl.div_rn(x, CAP))
         else:
-            x = quick_capped(x, FACTOR, CAP)
+            x = below_cap(x, FACTOR, CAP)
     return x
 
 
@@ -94,13 +108,17 @@ def visible(
     IDS: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    CUT: tl.constexpr,
+    ROOMY: tl.constexpr,
 ):
-    """Pairs inside the lengths, of the same segments and near each other."""
-    seen = (o_q < num_q) & (o_k < num_k)
+    """Pairs of the same segments, near each other and, where blocks are CUT, inside the lengths."""
+    seen = tl.full((1, 1), 1, tl.int1)
+    if CUT:
+        seen &= (o_q < num_q) & (o_k < num_k)
     if IDS >= 1:
         seen &= mask.same(q_id, k_id)
     if IDS >= 2:
         seen &= mask.same(q_id_2, k_id_2)
     if LEFT or RIGHT:
-        seen &= mask.near(q_pos, k_pos, left, right, LEFT, RIGHT)
+        seen &= mask.near(q_pos, k_pos, left, right, LEFT, RIGHT, ROOMY)
     return seen

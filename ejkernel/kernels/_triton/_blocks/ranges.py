@@ -1,8 +1,8 @@
 """Which blocks of keys a block of queries has to visit, and which of them need no mask.
 
 A table has a row [first, full, ragged, last] for each block: blocks from `first` to `last` may hold
-visible pairs, and in those from `full` to `ragged` every pair is visible. With ordinary positions
-it is a constant of the program; with ids or given positions it is computed on the device.
+visible pairs, and in those from `full` to `ragged` every pair is visible. Ordinary positions need
+none: kernels compute their row; with ids or given positions the table is made on the device.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.kernels._triton._blocks import table
 from ejkernel.xla_utils import segments
@@ -65,18 +64,18 @@ def tokens(args: Any) -> Tokens:
     return Tokens(t, s, s - t, q_pos, k_pos, tuple(ids))
 
 
-def key_table(of: Tokens, window: Window, block_q: int, block_k: int) -> Any:
+def key_table(of: Tokens, window: Window, block_q: int, block_k: int) -> jax.Array | None:
     """For each block of queries, its blocks of keys; [b or 1, blocks, 4] int32."""
     if of.plain:
-        return _static(of.num_q, of.num_k, of.offset, window, block_q, block_k)
+        return None
     return table.block_table(_sides(of), (block_q, block_k), window)
 
 
-def query_table(of: Tokens, window: Window, block_q: int, block_k: int) -> Any:
+def query_table(of: Tokens, window: Window, block_q: int, block_k: int) -> jax.Array | None:
     """For each block of keys, its blocks of queries; [b or 1, blocks, 4] int32."""
-    left, right = window  # seen from the keys, the window is mirrored
     if of.plain:
-        return _static(of.num_k, of.num_q, -of.offset, (right, left), block_k, block_q)
+        return None
+    left, right = window  # seen from the keys, the window is mirrored
     return table.block_table(_sides(of)[::-1], (block_k, block_q), (right, left))
 
 
@@ -84,34 +83,3 @@ def _sides(of: Tokens) -> list[tuple[Any, ...]]:
     """Queries and keys, as `block_table` wants them."""
     q_ids, k_ids = ([pair[i] for pair in of.ids] for i in range(2))
     return [(q_ids, of.q_positions, of.num_q, of.offset), (k_ids, of.k_positions, of.num_k, 0)]
-
-
-def _static(
-    rows: int, columns: int, offset: int, window: Window, block_r: int, block_c: int
-) -> np.ndarray:
-    """Closed form: row i is at position i + offset, column j at j."""
-    left, right = window
-    num_r, num_c = -(-rows // block_r), -(-columns // block_c)
-    low = np.arange(num_r, dtype=np.int64) * block_r
-    whole = low + block_r <= rows
-    high = np.minimum(low + block_r, rows) - 1
-    low, high = low + offset, high + offset
-
-    def clip(x: Any) -> np.ndarray:
-        return np.clip(np.broadcast_to(x, low.shape), 0, num_c)
-
-    first = clip(0 if left is None else (low - left) // block_c)
-    last = clip(num_c if right is None else (high + right) // block_c + 1)
-    last = np.maximum(first, last)
-    full = first if left is None else clip(-((left - high) // block_c))
-    most = columns // block_c
-    ragged = np.minimum(most, clip(most if right is None else (low + right + 1) // block_c))
-    return _ordered(first, full, ragged, last, whole)[None]
-
-
-def _ordered(first: Any, full: Any, ragged: Any, last: Any, some: Any) -> np.ndarray:
-    """first <= full <= ragged <= last; the middle is empty where there is nothing unmasked."""
-    some = some & (full < ragged)
-    full = np.where(some, np.clip(full, first, last), first)
-    ragged = np.where(some, np.clip(ragged, full, last), full)
-    return np.stack([first, full, ragged, last], axis=-1).astype(np.int32)

@@ -14,6 +14,12 @@ def shift(m):
 
 
 @triton.jit
+def base(lse, SHIFT: tl.constexpr):
+    """A logsumexp in base 2, for logits that are less by SHIFT; 0 for a row without keys."""
+    return (shift(lse) - SHIFT) * LOG2_E
+
+
+@triton.jit
 def update(m, l, x, UNITS: tl.constexpr, GUARD: tl.constexpr):
     """Folds a tile of logits x into the maximum and sum of its rows; weights and rescaling too.
 
@@ -45,12 +51,3 @@ def add_sinks(m, l, sinks, num_sinks, BN: tl.constexpr):
 def logsumexp(m, l):
     """Natural logarithm of the sum; -inf for a row without keys."""
     return tl.where(l == 0.0, float("-inf"), (m + tl.math.log2(l)) * LN_2)
-
-
-@triton.jit
-def weights(x, lse, seen, UNITS: tl.constexpr, MASKED: tl.constexpr):
-    """Softmax weights from logits and the rows' logsumexp, base 2 and expanded."""
-    p = tl.math.exp2(x * UNITS - lse)
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    return p

@@ -1,7 +1,8 @@
-"""Which blocks a block of tokens has to visit, when ids or positions decide: on the device.
+"""Which blocks a block of tokens has to visit.
 
-A program makes one row of the table: it holds a block and looks at all blocks of the other side, by
-the least and the greatest of their ids and positions.
+Where positions follow from the index, kernels compute it themselves. Where ids or given positions
+decide, a table is made on the device: a program makes one row of it, holds a block and looks at all
+blocks of the other side, by the least and the greatest of their ids and positions.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,42 @@ from ejkernel.callib import cdiv, next_power_of_2, triton_call
 _LOW = tl.constexpr(-(2**31))
 _HIGH = tl.constexpr(2**31 - 1)
 _AT_ONCE = 2048  # tokens
+
+
+@triton.jit
+def row(
+    table, i, num, num_s, offset, before, after, SIZE: tl.constexpr, SIZE_S: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr,
+):  # fmt: skip
+    """[first, full, ragged, last] of block i: from a table or, where there is none, computed.
+
+    Lengths and limits of a window, added up, have to fit into 32 bits.
+    """
+    if table is None:
+        low = i * SIZE
+        whole = low + SIZE <= num
+        high = tl.minimum(low + SIZE, num) - 1 + offset
+        low += offset
+        count = (num_s + SIZE_S - 1) // SIZE_S
+        first = low * 0
+        full = first
+        last = first + count
+        ragged = first + num_s // SIZE_S
+        # quotients are rounded towards zero: what is negative is cut off before
+        if BEFORE:
+            first = tl.minimum(tl.maximum(low - before, 0) // SIZE_S, count)
+            full = tl.minimum((tl.maximum(high - before, 0) + SIZE_S - 1) // SIZE_S, count)
+        if AFTER:
+            last = tl.minimum((tl.maximum(high + after + 1, 0) + SIZE_S - 1) // SIZE_S, count)
+            ragged = tl.minimum(tl.maximum(low + after + 1, 0) // SIZE_S, ragged)
+        last = tl.maximum(first, last)
+        some = whole & (full < ragged)
+        full = tl.where(some, tl.minimum(tl.maximum(full, first), last), first)
+        ragged = tl.where(some, tl.minimum(tl.maximum(ragged, full), last), full)
+        return first, full, ragged, last
+    else:
+        table += i * 4
+        return tl.load(table), tl.load(table + 1), tl.load(table + 2), tl.load(table + 3)
 
 
 @triton.jit

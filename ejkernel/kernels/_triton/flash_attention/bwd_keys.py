@@ -1,59 +1,85 @@
-"""Attention backward over keys: a program holds a block of keys and gives its dk and dv."""
+"""Attention backward over keys: a program holds a block of keys and gives its dk and dv.
+
+As over queries, blocks whose result is not finite are flagged, and done again.
+"""
 
 import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
+from ejkernel.kernels._triton._blocks import table as blocks
 from ejkernel.kernels._triton.flash_attention import call
 
 
 @triton.jit
+def _hide(
+    x, other, masked, row, mask, o_q, o_k, q_ids, q_ids_2, q_pos, k_id, k_id_2, k_pos, mask_t,
+    mask_s, left, right, num_q, num_k, BQ: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """A tile [BK, BQ] with something else in place of hidden pairs."""
+    if MASKS:
+        if masked:
+            b_qi = o_q
+            b_qi_2 = o_q
+            if IDS >= 1:
+                b_qi = addresses.load_row(q_ids, row, num_q, BQ, -1)
+            if IDS >= 2:
+                b_qi_2 = addresses.load_row(q_ids_2, row, num_q, BQ, -1)
+            seen = pairs.visible(
+                o_q[None, :], o_k[:, None], b_qi[None, :], k_id[:, None], b_qi_2[None, :],
+                k_id_2[:, None], q_pos[None, :], k_pos[:, None], left, right, num_q, num_k,
+                IDS, LEFT, RIGHT, CUT, not POSITIONS,
+            )  # fmt: skip
+            x = tl.where(seen, x, other)
+    if mask is not None:
+        given = addresses.load_pairs(mask, o_q[None, :], o_k[:, None], mask_t, mask_s, num_q, num_k)
+        x = tl.where(given != 0, x, other)
+    return x
+
+
+@triton.jit
 def _key_step(
-    dk, dv, b_k, b_v, i, query, dout, lse, delta, dbias, bias, mask, slope, seed, i_b, i_h,
-    k_row, o_k, k_id, k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t,
-    bias_s,
-    mask_t, mask_s, dbias_t, dbias_s, left, right, num_q, num_k,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr,
-    UNITS: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
+    acc_k, acc_v, b_k, b_v, i, masked, query, dout, lse, delta, dbias, bias, mask, slope, seed, i_b,
+    i_h, k_row, o_k, k_id, k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t,
+    bias_s, mask_t, mask_s, dbias_t, dbias_s, left, right, num_q, num_k,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
+    SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
-    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, MASKED: tl.constexpr, WARY: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, SUM_Q: tl.constexpr,
+    SUM_K: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
+    WARY: tl.constexpr,
 ):  # fmt: skip
     """Adds what block i of the queries gives to dk and dv; tiles are [BK, BQ]."""
     row = i * BQ
     o_q = row + tl.arange(0, BQ)
-    b_q = addresses.load_tile(query, row, stride_q, num_q, BQ, D, BD, MASKED)
-    b_do = addresses.load_tile(dout, row, stride_o, num_q, BQ, E, BE, MASKED)
-    b_lse = softmax.shift(addresses.load_row(lse, row, num_q, BQ, 0.0)) * softmax.LOG2_E
-    b_delta = addresses.load_row(delta, row, num_q, BQ, 0.0)
+    b_q = addresses.load_tile(query, row, stride_q, num_q, BQ, D, BD, CHECKED)
+    b_do = addresses.load_tile(dout, row, stride_o, num_q, BQ, E, BE, CHECKED)
     b_qp = o_q + offset
     if POSITIONS:
         b_qp = addresses.load_row(q_pos, row, num_q, BQ, 0)
-    seen = o_k[:, None] >= 0
-    if MASKED:
-        b_qi = o_q
-        b_qi_2 = o_q
-        if IDS >= 1:
-            b_qi = addresses.load_row(q_ids, row, num_q, BQ, -1)
-        if IDS >= 2:
-            b_qi_2 = addresses.load_row(q_ids_2, row, num_q, BQ, -1)
-        seen = pairs.visible(
-            o_q[None, :], o_k[:, None], b_qi[None, :], k_id[:, None], b_qi_2[None, :],
-            k_id_2[:, None], b_qp[None, :], k_pos[:, None], left, right, num_q, num_k,
-            IDS, LEFT, RIGHT,
-        )  # fmt: skip
-    if mask is not None:
-        given = addresses.load_pairs(mask, o_q[None, :], o_k[:, None], mask_t, mask_s, num_q, num_k)
-        seen &= given != 0
     dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BK, BQ]
     x = pairs.logits(
         dots, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None], bias, bias_t, bias_s,
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
-    p = softmax.weights(x, b_lse[None, :], seen, UNITS, MASKED or (mask is not None))
+    GUARDED: tl.constexpr = WARY or (dbias is not None)
+    if not GUARDED:  # before exp2, a branch does not cut the flow of products
+        x = _hide(
+            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q, o_k, q_ids,
+            q_ids_2, b_qp, k_id, k_id_2, k_pos, mask_t, mask_s, left, right, num_q, num_k, BQ, IDS,
+            LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        )  # fmt: skip
+    b_lse = softmax.base(addresses.load_row(lse, row, num_q, BQ, 0.0), SHIFT)
+    p = tl.math.exp2(x * UNITS - b_lse[None, :])
+    if GUARDED:
+        p = _hide(
+            p, 0.0, masked, row, mask, o_q, o_k, q_ids, q_ids_2, b_qp, k_id, k_id_2, k_pos, mask_t,
+            mask_s, left, right, num_q, num_k, BQ, IDS, LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        )  # fmt: skip
     dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BK, BQ]
-    if WARY:  # see forward
+    if WARY:
         b_q = addresses.finite(b_q)
         b_do = addresses.finite(b_do)
     kept = p
@@ -61,18 +87,18 @@ def _key_step(
         keep = tl.trans(philox.keep(seed, i_b, i_h, o_q, k_row, BQ, BK, THRESHOLD))
         kept = tl.where(keep, p * KEPT, 0.0)
         dp = tl.where(keep, dp * KEPT, 0.0)
-    dv = tl.dot(kept.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+    acc_v = tl.dot(kept.to(b_do.dtype), b_do, acc_v, input_precision=PRECISION)
+    b_delta = addresses.load_row(delta, row, num_q, BQ, 0.0)
     ds = p * (dp - b_delta[None, :])
     if CAP is not None:
-        y = x * (1.0 / CAP)
-        ds *= 1.0 - y * y
-    if MASKED or (mask is not None):  # p is 0, but the rest may be nan
-        ds = tl.where(seen, ds, 0.0)
+        ds *= pairs.cap_slope(x, CAP, b_k.dtype == tl.float32)
+    if GUARDED:  # p is 0, but the rest may be nan
+        ds = tl.where(p == 0.0, 0.0, ds)
     if dbias is not None:
         _add_bias(dbias, ds, o_q, o_k, dbias_t, dbias_s, num_q, num_k, SUM_Q, SUM_K)
     narrow = ds.to(b_q.dtype)
-    dk = tl.dot(narrow, b_q, dk, input_precision=PRECISION)
-    return dk, dv
+    acc_k = tl.dot(narrow, b_q, acc_k, input_precision=PRECISION)
+    return acc_k, acc_v
 
 
 @triton.jit
@@ -94,37 +120,39 @@ def _add_bias(dbias, ds, o_q, o_k, stride_t, stride_s, num_q, num_k, SUM_Q: tl.c
 
 @triton.jit(do_not_specialize=call.LOOSE)
 def flash_attention_bwd_dkv_kernel(
-    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset,
-    q_ids, k_ids, q_ids_2, k_ids_2, q_positions, k_positions, table,
-    num_q, num_k, num_heads, offset, left, right,
-    bias_b, bias_h, bias_t, bias_s, mask_b, mask_h, mask_t, mask_s,
-    ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k, table_b, sinks_h, num_sinks,
-    dout, lse, delta, dbias_b, dbias_h, dbias_t, dbias_s,
-    dk_out, dv_out, dbias_out,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr,
+    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
+    k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
+    bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
+    table_b, sinks_h, num_sinks, dout, lse, delta, dbias_b, dbias_h, dbias_t, dbias_s, flags,
+    num_flags, flag_rows, dk, dv, dk_out, dv_out, dbias_out, flags_out,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
-    SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
+    KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
+    PRECISION: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_k, BK)
-    num_groups = num_heads // GROUP
+    GROUPS: tl.constexpr = HEADS // GROUP
     i_p = tl.program_id(0)
     i_k = i_p % num_blocks  # causal: the first keys are seen by most queries, and start first
-    i_g = (i_p // num_blocks) % num_groups
-    i_b = i_p // (num_blocks * num_groups)
+    i_g = (i_p // num_blocks) % GROUPS
+    i_b = i_p // (num_blocks * GROUPS)
     row = i_k * BK
+    AGAIN: tl.constexpr = flags is not None
+    if AGAIN:
+        if tl.load(flags + (i_p // num_blocks) * num_flags + row // flag_rows) == 0:
+            return
     o_k = row + tl.arange(0, BK)
     wide_b = i_b.to(tl.int64)
     BIAS: tl.constexpr = bias is not None
     SLOPES: tl.constexpr = slopes is not None
     POSITIONS: tl.constexpr = q_positions is not None
 
-    key += (wide_b * num_k * num_groups + i_g) * D
-    value += (wide_b * num_k * num_groups + i_g) * E
-    b_k = addresses.load_tile(key, row, num_groups * D, num_k, BK, D, BD, True)
-    b_v = addresses.load_tile(value, row, num_groups * E, num_k, BK, E, BE, True)
+    key += (wide_b * num_k * GROUPS + i_g) * D
+    value += (wide_b * num_k * GROUPS + i_g) * E
+    b_k = addresses.load_tile(key, row, GROUPS * D, num_k, BK, D, BD, True)
+    b_v = addresses.load_tile(value, row, GROUPS * E, num_k, BK, E, BE, True)
     k_pos = o_k
     q_pos = q_positions
     if POSITIONS:
@@ -144,22 +172,24 @@ def flash_attention_bwd_dkv_kernel(
         drop_b += tl.load(dropout_offset).to(tl.int32)
         shift_h = tl.load(dropout_offset + 1).to(tl.int32)
 
-    table += wide_b * table_b + i_k * 4
-    first = tl.load(table)
-    full = tl.load(table + 1)
-    ragged = tl.load(table + 2)
-    last = tl.load(table + 3)
-    stride_q = num_heads * D
-    stride_o = num_heads * E
-    dk = tl.zeros([BK, BD], tl.float32)
-    dv = tl.zeros([BK, BE], tl.float32)
+    if table is not None:
+        table += wide_b * table_b
+    first, full, ragged, last = blocks.row(
+        table, i_k, num_k, num_q, -offset, right, left, BK, BQ, RIGHT, LEFT
+    )
+    if AGAIN:
+        first, full, ragged, last = 0, 0, 0, tl.cdiv(num_q, BQ)
+    STRIDE_Q: tl.constexpr = HEADS * D
+    STRIDE_O: tl.constexpr = HEADS * E
+    acc_k = tl.zeros([BK, BD], tl.float32)
+    acc_v = tl.zeros([BK, BE], tl.float32)
     for r in range(GROUP):
         i_h = i_g * GROUP + r
         wide_h = i_h.to(tl.int64)
-        h_query = query + (wide_b * num_q * num_heads + wide_h) * D
-        h_dout = dout + (wide_b * num_q * num_heads + wide_h) * E
-        h_lse = lse + (wide_b * num_heads + wide_h) * num_q
-        h_delta = delta + (wide_b * num_heads + wide_h) * num_q
+        h_query = query + (wide_b * num_q * HEADS + wide_h) * D
+        h_dout = dout + (wide_b * num_q * HEADS + wide_h) * E
+        h_lse = lse + (wide_b * HEADS + wide_h) * num_q
+        h_delta = delta + (wide_b * HEADS + wide_h) * num_q
         h_dbias = None
         if dbias_out is not None:
             h_dbias = dbias_out + wide_b * dbias_b + wide_h * dbias_h
@@ -173,78 +203,28 @@ def flash_attention_bwd_dkv_kernel(
         if SLOPES:
             slope = tl.load(slopes + i_h).to(tl.float32)
         drop_h = i_h + shift_h
-        # 1. the diagonal, the start of a segment
-        if HEAD:
-            for i in range(first, full):
-                dk, dv = _key_step(
-                    dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, h_dbias, h_bias,
-                    h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id, k_id_2, k_pos, q_ids,
-                    q_ids_2,
-                    q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
-                    dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
-                    UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
-                    PRECISION, SUM_Q, SUM_K, True, False,
-                )  # fmt: skip
-        # 2. blocks that need no mask
-        for i in range(full, ragged):
-            dk, dv = _key_step(
-                dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, h_dbias, h_bias,
-                h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id, k_id_2, k_pos, q_ids,
-                q_ids_2,
-                q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
-                dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
-                UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
-                PRECISION, SUM_Q, SUM_K, False, False,
+        for i in range(first, last):
+            acc_k, acc_v = _key_step(
+                acc_k, acc_v, b_k, b_v, i, (i < full) | (i >= ragged), h_query, h_dout, h_lse,
+                h_delta, h_dbias, h_bias, h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id,
+                k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, STRIDE_Q, STRIDE_O, bias_t, bias_s,
+                mask_t, mask_s, dbias_t, dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
+                SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+                THRESHOLD, KEPT, PRECISION, SUM_Q, SUM_K, CHECKED, CUT, MASKS, AGAIN,
             )  # fmt: skip
-        # 3. the end of the window or of a segment, the last block
-        if TAIL:
-            for i in range(ragged, last):
-                dk, dv = _key_step(
-                    dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, h_dbias, h_bias,
-                    h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id, k_id_2, k_pos, q_ids,
-                    q_ids_2,
-                    q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t, mask_s, dbias_t,
-                    dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL,
-                    UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT,
-                    PRECISION, SUM_Q, SUM_K, True, False,
-                )  # fmt: skip
-    # 4. rarely, all again, but for dbias: nan may have come from what a mask hides
-    if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
-        if addresses.any_nan(dk) or addresses.any_nan(dv):
-            dk = tl.zeros([BK, BD], tl.float32)
-            dv = tl.zeros([BK, BE], tl.float32)
-            PART: tl.constexpr = min(BQ, 32)  # see forward
-            for r in range(GROUP):
-                i_h = i_g * GROUP + r
-                wide_h = i_h.to(tl.int64)
-                h_query = query + (wide_b * num_q * num_heads + wide_h) * D
-                h_dout = dout + (wide_b * num_q * num_heads + wide_h) * E
-                h_lse = lse + (wide_b * num_heads + wide_h) * num_q
-                h_delta = delta + (wide_b * num_heads + wide_h) * num_q
-                h_bias = bias
-                if BIAS:
-                    h_bias = bias + wide_b * bias_b + wide_h * bias_h
-                h_mask = mask
-                if mask is not None:
-                    h_mask = mask + wide_b * mask_b + wide_h * mask_h
-                slope = 0.0
-                if SLOPES:
-                    slope = tl.load(slopes + i_h).to(tl.float32)
-                for i in tl.range(first * (BQ // PART), last * (BQ // PART), num_stages=1):
-                    dk, dv = _key_step(
-                        dk, dv, b_k, b_v, i, h_query, h_dout, h_lse, h_delta, None, h_bias,
-                        h_mask, slope, seed, drop_b, i_h + shift_h, row, o_k, k_id, k_id_2, k_pos,
-                        q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t, bias_s, mask_t,
-                        mask_s, dbias_t, dbias_s, left, right, num_q, num_k, D, E, BD, BE, PART,
-                        BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-                        THRESHOLD, KEPT, PRECISION, SUM_Q, SUM_K, True, True,
-                    )  # fmt: skip
+    if flags_out is not None:
+        odd = addresses.any_odd(acc_k) | addresses.any_odd(acc_v)
+        tl.store(flags_out + i_p, odd.to(tl.int32))
     p_dk = addresses.tile_pointers(
-        dk_out + (wide_b * num_k * num_groups + i_g) * D, row, num_groups * D, BK, BD
+        dk_out + (wide_b * num_k * GROUPS + i_g) * D, row, GROUPS * D, BK, BD
     )
-    dk *= SCALE
-    tl.store(p_dk, dk.to(dk_out.dtype.element_ty), mask=addresses.tile_mask(row, num_k, BK, D, BD))
+    acc_k *= SCALE
+    tl.store(
+        p_dk, acc_k.to(dk_out.dtype.element_ty), mask=addresses.tile_mask(row, num_k, BK, D, BD)
+    )
     p_dv = addresses.tile_pointers(
-        dv_out + (wide_b * num_k * num_groups + i_g) * E, row, num_groups * E, BK, BE
+        dv_out + (wide_b * num_k * GROUPS + i_g) * E, row, GROUPS * E, BK, BE
     )
-    tl.store(p_dv, dv.to(dv_out.dtype.element_ty), mask=addresses.tile_mask(row, num_k, BK, E, BE))
+    tl.store(
+        p_dv, acc_v.to(dv_out.dtype.element_ty), mask=addresses.tile_mask(row, num_k, BK, E, BE)
+    )

@@ -1,95 +1,122 @@
-"""Attention backward over queries: a program holds a block of queries and gives its dq."""
+"""Attention backward over queries: a program holds a block of queries and gives its dq.
+
+A hidden pair has weight 0, but 0 * nan is nan. Blocks whose result is not finite are flagged, and a
+second launch does them again, wary of what nobody should see.
+"""
 
 import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
+from ejkernel.kernels._triton._blocks import table as blocks
 from ejkernel.kernels._triton.flash_attention import call
 
 
 @triton.jit
-def _query_step(
-    dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, i_b, i_h, o_q, q_id,
-    q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s,
-    left, right, num_q, num_k,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr,
-    UNITS: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
-    IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    WARY: tl.constexpr,
+def _hide(
+    x, other, masked, row, mask, o_q, o_k, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, mask_t,
+    mask_s, left, right, num_q, num_k, BK: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what block j of the keys gives to dq; tiles are [BQ, BK]."""
+    """A tile [BQ, BK] with something else in place of hidden pairs."""
+    if MASKS:
+        if masked:
+            b_ki = o_k
+            b_ki_2 = o_k
+            if IDS >= 1:
+                b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
+            if IDS >= 2:
+                b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
+            seen = pairs.visible(
+                o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
+                b_ki_2[None, :], q_pos[:, None], k_pos[None, :], left, right, num_q, num_k,
+                IDS, LEFT, RIGHT, CUT, not POSITIONS,
+            )  # fmt: skip
+            x = tl.where(seen, x, other)
+    if mask is not None:
+        given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
+        x = tl.where(given != 0, x, other)
+    return x
+
+
+@triton.jit
+def _query_step(
+    acc, b_q, b_do, b_lse, b_delta, j, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q,
+    q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s,
+    left, right, num_q, num_k,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
+    CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
+    POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
+    KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
+    MASKS: tl.constexpr, WARY: tl.constexpr,
+):  # fmt: skip
+    """Adds what block j of the keys gives to dq in `acc`; tiles are [BQ, BK]."""
     row = j * BK
     o_k = row + tl.arange(0, BK)
-    b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, MASKED)
-    b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
+    b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, CHECKED)
+    b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
     b_kp = o_k
     if POSITIONS:
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
-    seen = o_q[:, None] >= 0
-    if MASKED:
-        b_ki = o_k
-        b_ki_2 = o_k
-        if IDS >= 1:
-            b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
-        if IDS >= 2:
-            b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
-        seen = pairs.visible(
-            o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
-            b_ki_2[None, :], q_pos[:, None], b_kp[None, :], left, right, num_q, num_k,
-            IDS, LEFT, RIGHT,
-        )  # fmt: skip
-    if mask is not None:
-        given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
-        seen &= given != 0
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
     x = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
-    p = softmax.weights(x, b_lse[:, None], seen, UNITS, MASKED or (mask is not None))
+    if not WARY:  # before exp2, a branch does not cut the flow of products
+        x = _hide(
+            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q, o_k, q_id,
+            q_id_2, q_pos, k_ids, k_ids_2, b_kp, mask_t, mask_s, left, right, num_q, num_k, BK, IDS,
+            LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        )  # fmt: skip
+    p = tl.math.exp2(x * UNITS - b_lse[:, None])
+    if WARY:
+        p = _hide(
+            p, 0.0, masked, row, mask, o_q, o_k, q_id, q_id_2, q_pos, k_ids, k_ids_2, b_kp, mask_t,
+            mask_s, left, right, num_q, num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        )  # fmt: skip
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if THRESHOLD is not None:
         keep = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
         dp = tl.where(keep, dp * KEPT, 0.0)
     ds = p * (dp - b_delta[:, None])
     if CAP is not None:
-        y = x * (1.0 / CAP)
-        ds *= 1.0 - y * y
-    if MASKED or (mask is not None):  # p is 0, but the rest may be nan
-        ds = tl.where(seen, ds, 0.0)
-    if WARY:  # see forward
+        ds *= pairs.cap_slope(x, CAP, b_k.dtype == tl.float32)
+    if WARY:  # p is 0, but the rest may be nan
+        ds = tl.where(p == 0.0, 0.0, ds)
         b_k = addresses.finite(b_k)
-    return tl.dot(ds.to(b_k.dtype), b_k, dq, input_precision=PRECISION)
+    return tl.dot(ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=call.LOOSE)
 def flash_attention_bwd_dq_kernel(
-    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset,
-    q_ids, k_ids, q_ids_2, k_ids_2, q_positions, k_positions, table,
-    num_q, num_k, num_heads, offset, left, right,
-    bias_b, bias_h, bias_t, bias_s, mask_b, mask_h, mask_t, mask_s,
-    ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k, table_b, sinks_h, num_sinks,
-    dout, lse, delta,
-    dq_out,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr,
+    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
+    k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
+    bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
+    table_b, sinks_h, num_sinks, dout, lse, delta, flags, num_flags, flag_rows, dq, dq_out,
+    flags_out,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BACKWARDS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
+    BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
     i_q = i_p % num_blocks
     if BACKWARDS:
         i_q = num_blocks - 1 - i_q
-    i_h = (i_p // num_blocks) % num_heads
-    i_b = i_p // (num_blocks * num_heads)
+    i_h = (i_p // num_blocks) % HEADS
+    i_b = i_p // (num_blocks * HEADS)
     i_g = i_h // GROUP
-    num_groups = num_heads // GROUP
+    GROUPS: tl.constexpr = HEADS // GROUP
     row = i_q * BQ
+    AGAIN: tl.constexpr = flags is not None
+    if AGAIN:
+        if tl.load(flags + (i_p // num_blocks) * num_flags + row // flag_rows) == 0:
+            return
     o_q = row + tl.arange(0, BQ)
     wide_b = i_b.to(tl.int64)
     wide_h = i_h.to(tl.int64)
@@ -97,16 +124,16 @@ def flash_attention_bwd_dq_kernel(
     SLOPES: tl.constexpr = slopes is not None
     POSITIONS: tl.constexpr = q_positions is not None
 
-    query += (wide_b * num_q * num_heads + wide_h) * D
-    dout += (wide_b * num_q * num_heads + wide_h) * E
-    key += (wide_b * num_k * num_groups + i_g) * D
-    value += (wide_b * num_k * num_groups + i_g) * E
-    stride_k = num_groups * D
-    stride_v = num_groups * E
-    b_q = addresses.load_tile(query, row, num_heads * D, num_q, BQ, D, BD, True)
-    b_do = addresses.load_tile(dout, row, num_heads * E, num_q, BQ, E, BE, True)
-    rows = (wide_b * num_heads + wide_h) * num_q
-    b_lse = softmax.shift(addresses.load_row(lse + rows, row, num_q, BQ, 0.0)) * softmax.LOG2_E
+    query += (wide_b * num_q * HEADS + wide_h) * D
+    dout += (wide_b * num_q * HEADS + wide_h) * E
+    key += (wide_b * num_k * GROUPS + i_g) * D
+    value += (wide_b * num_k * GROUPS + i_g) * E
+    STRIDE_K: tl.constexpr = GROUPS * D
+    STRIDE_V: tl.constexpr = GROUPS * E
+    b_q = addresses.load_tile(query, row, HEADS * D, num_q, BQ, D, BD, True)
+    b_do = addresses.load_tile(dout, row, HEADS * E, num_q, BQ, E, BE, True)
+    rows = (wide_b * HEADS + wide_h) * num_q
+    b_lse = softmax.base(addresses.load_row(lse + rows, row, num_q, BQ, 0.0), SHIFT)
     b_delta = addresses.load_row(delta + rows, row, num_q, BQ, 0.0)
     q_pos = o_q + offset
     k_pos = k_positions
@@ -134,52 +161,27 @@ def flash_attention_bwd_dq_kernel(
         drop_b += tl.load(dropout_offset).to(tl.int32)
         drop_h += tl.load(dropout_offset + 1).to(tl.int32)
 
-    table += wide_b * table_b + i_q * 4
-    first = tl.load(table)
-    full = tl.load(table + 1)
-    ragged = tl.load(table + 2)
-    last = tl.load(table + 3)
-    dq = tl.zeros([BQ, BD], tl.float32)
-    if HEAD:
-        for j in range(first, full):
-            dq = _query_step(
-                dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, drop_b,
-                drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
-                bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
-                SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-                KEPT, PRECISION, True, False,
-            )  # fmt: skip
-    for j in range(full, ragged):
-        dq = _query_step(
-            dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, drop_b,
-            drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
-            bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
-            SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-            KEPT, PRECISION, False, False,
-        )  # fmt: skip
-    if TAIL:
-        for j in range(ragged, last):
-            dq = _query_step(
-                dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, drop_b,
-                drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
-                bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
-                SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-                KEPT, PRECISION, True, False,
-            )  # fmt: skip
-    if LEFT or RIGHT or (IDS >= 1) or (mask is not None):
-        if addresses.any_nan(dq):
-            dq = tl.zeros([BQ, BD], tl.float32)
-            PART: tl.constexpr = min(BK, 32)  # see forward
-            for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
-                dq = _query_step(
-                    dq, b_q, b_do, b_lse, b_delta, j, key, value, bias, mask, slope, seed, drop_b,
-                    drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v,
-                    bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-                    PART, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-                    THRESHOLD, KEPT, PRECISION, True, True,
-                )  # fmt: skip
-    p_dq = addresses.tile_pointers(
-        dq_out + (wide_b * num_q * num_heads + wide_h) * D, row, num_heads * D, BQ, BD
+    if table is not None:
+        table += wide_b * table_b
+    first, full, ragged, last = blocks.row(
+        table, i_q, num_q, num_k, offset, left, right, BQ, BK, LEFT, RIGHT
     )
-    dq *= SCALE
-    tl.store(p_dq, dq.to(dq_out.dtype.element_ty), mask=addresses.tile_mask(row, num_q, BQ, D, BD))
+    if AGAIN:
+        first, full, ragged, last = 0, 0, 0, tl.cdiv(num_k, BK)
+    acc = tl.zeros([BQ, BD], tl.float32)
+    for j in range(first, last):
+        acc = _query_step(
+            acc, b_q, b_do, b_lse, b_delta, j, (j < full) | (j >= ragged), key, value, bias, mask,
+            slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
+            STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
+            BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
+            KEPT, PRECISION, CHECKED, CUT, MASKS, AGAIN,
+        )  # fmt: skip
+    if flags_out is not None:
+        i_f = (i_p // num_blocks) * num_blocks + i_q
+        tl.store(flags_out + i_f, addresses.any_odd(acc).to(tl.int32))
+    p_dq = addresses.tile_pointers(
+        dq_out + (wide_b * num_q * HEADS + wide_h) * D, row, HEADS * D, BQ, BD
+    )
+    acc *= SCALE
+    tl.store(p_dq, acc.to(dq_out.dtype.element_ty), mask=addresses.tile_mask(row, num_q, BQ, D, BD))

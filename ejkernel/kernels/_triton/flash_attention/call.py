@@ -12,7 +12,7 @@ from ejkernel.kernels._triton._blocks import ranges
 
 # Sizes that the code does not depend on: a call and its reduced twin share one compiled kernel.
 # Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
-LOOSE = ("num_heads", "offset", "left", "right", "num_sinks")
+LOOSE = ("offset", "left", "right", "num_sinks", "num_flags", "flag_rows")
 _LOG2_E = 1.4426950408889634
 
 
@@ -31,15 +31,15 @@ class Call:
         self.args, self.cfg = args, cfg
         self.tokens = ranges.tokens(args)
         left, right = args.sliding_window
-        positions = (left, right) != (None, None) or args.alibi_slopes is not None
+        windowed = (left, right) != (None, None)
         self.positions: tuple[Any, Any] = (None, None)
-        if positions and self.tokens.q_positions is not None:
+        if (windowed or args.alibi_slopes is not None) and self.tokens.q_positions is not None:
             self.positions = (self.tokens.q_positions, self.tokens.k_positions)
-        uneven = self.tokens.num_q % cfg.block_q or self.tokens.num_k % cfg.block_k
-        # which of the masked runs exist at all; a block without unmasked ones is all tail
-        ids = bool(self.tokens.ids)
-        self.key_head, self.query_head = left is not None or ids, right is not None or ids
-        self.tail = self.key_head or self.query_head or bool(uneven)
+        # blocks that go beyond the end are masked, as are those at the ends of windows and segments
+        self.cut_queries = bool(self.tokens.num_q % cfg.block_q)
+        self.cut_keys = bool(self.tokens.num_k % cfg.block_k)
+        self.cut = self.cut_queries or self.cut_keys
+        self.masks = windowed or bool(self.tokens.ids) or self.cut
         self.sink_block = 1
         if args.softmax_aux is not None:
             self.sink_block = next_power_of_2(args.softmax_aux.shape[1])
@@ -54,13 +54,13 @@ class Call:
         flat = [x for pair in self.tokens.ids for x in pair]
         return [*flat, *[None] * (4 - len(flat))]
 
-    def key_table(self) -> jax.Array:
-        return jnp.asarray(self._table(ranges.key_table))
+    def key_table(self) -> jax.Array | None:
+        return self._table(ranges.key_table)
 
-    def query_table(self) -> jax.Array:
-        return jnp.asarray(self._table(ranges.query_table))
+    def query_table(self) -> jax.Array | None:
+        return self._table(ranges.query_table)
 
-    def _table(self, build: Any) -> Any:
+    def _table(self, build: Any) -> jax.Array | None:
         window, cfg = self.args.sliding_window, self.cfg
         return build(self.tokens, window, cfg.block_q, cfg.block_k)
 
@@ -79,22 +79,23 @@ class Call:
             *self.positions,
         ]
 
-    def sizes(self, table: jax.Array) -> list[int]:
+    def sizes(self, table: jax.Array | None) -> list[int]:
         """Lengths, window and strides."""
         args, of = self.args, self.tokens
-        left, right = args.sliding_window
+        left, right = (x or 0 for x in args.sliding_window)
+        if self.positions[0] is None:  # nothing is farther away, and sums fit into 32 bits
+            left, right = (min(x, of.num_q + of.num_k) for x in (left, right))
         return [
             of.num_q,
             of.num_k,
-            args.query.shape[2],
             of.offset,
-            left or 0,
-            right or 0,
+            left,
+            right,
             *pair_strides(args.bias),
             *pair_strides(args.attention_mask),
             *(_row_stride(x) for x in self.ids),
             *(_row_stride(x) for x in self.positions),
-            0 if table.shape[0] == 1 else table.shape[1] * table.shape[2],
+            0 if table is None or table.shape[0] == 1 else table.shape[1] * table.shape[2],
             0 if args.softmax_aux is None or args.softmax_aux.shape[0] == 1 else self.num_sinks,
             self.num_sinks,
         ]
@@ -110,6 +111,9 @@ class Call:
         extras = (args.bias, args.alibi_slopes, args.logits_soft_cap)
         # the maximum of a row is found before scaling, which a factor <= 0 would turn around
         natural = any(x is not None for x in extras) or args.softmax_scale <= 0
+        units = _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E
+        cap = None if args.logits_soft_cap is None else float(args.logits_soft_cap)
+        short = cap is not None and args.query.dtype.itemsize < 4  # see `pairs.below_cap`
         prob = args.dropout_prob
         return {
             "D": d,
@@ -118,16 +122,20 @@ class Call:
             "BE": max(next_power_of_2(e), 16),
             "BQ": cfg.block_q,
             "BK": cfg.block_k,
+            "HEADS": args.query.shape[2],
             "GROUP": args.query.shape[2] // args.key.shape[2],
             "SCALE": float(args.softmax_scale),
             "NATURAL": natural,
-            "UNITS": _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E,
-            "CAP": None if args.logits_soft_cap is None else float(args.logits_soft_cap),
+            "UNITS": 2.0 * cap * _LOG2_E if short else units,
+            "SHIFT": cap if short else 0.0,
+            "CAP": cap,
             "IDS": len(self.tokens.ids),
             "LEFT": left is not None,
             "RIGHT": right is not None,
             "THRESHOLD": int(prob * 2.0**32) if prob else None,
             "KEPT": 1.0 / (1.0 - prob),
+            "CUT": self.cut,
+            "MASKS": self.masks,
             "PRECISION": dot_precision(args.query.dtype),
         }
 

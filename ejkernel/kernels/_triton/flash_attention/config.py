@@ -22,7 +22,7 @@ class Config:
     """Queries and keys in a tile, warps to a program, depth of the pipeline.
 
     Backward over keys holds `block_k` keys and passes `block_q` queries; backward over queries has
-    the two sizes exchanged.
+    the two sizes exchanged, unless it has sizes, warps and stages of its own.
     """
 
     block_q: int
@@ -30,9 +30,17 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int = 0  # of a thread; 0 leaves it to the compiler
+    dq_block_q: int = 0
+    dq_block_k: int = 0
+    dq_warps: int = 0
+    dq_stages: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_q", "block_k"):
+        names = ["block_q", "block_k"]
+        if any((self.dq_block_q, self.dq_block_k, self.dq_warps, self.dq_stages)):
+            names += ["dq_block_q", "dq_block_k"]
+            over_queries(self)
+        for name in names:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 16 or value & (value - 1):
                 raise ValueError(f"`Config`: {name}={value!r} must be a power of two, at least 16.")
@@ -65,14 +73,23 @@ def shared_limit(target: Target) -> int:
 
 def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
     """An estimate of the shared memory of a program: resident and pipelined tiles."""
+    if direction == FORWARD:
+        return _shared_bytes(args, direction, cfg.block_q, cfg.block_k, cfg.num_stages, target)
+    dq = over_queries(cfg)
+    return max(
+        _shared_bytes(args, direction, cfg.block_k, cfg.block_q, cfg.num_stages, target),
+        _shared_bytes(args, direction, dq.block_q, dq.block_k, dq.num_stages, target),
+    )
+
+
+def _shared_bytes(
+    args: Any, direction: str, held: int, streamed: int, stages: int, target: Target
+) -> int:
     size = jnp.dtype(args.query.dtype).itemsize
     d, e = (max(next_power_of_2(x.shape[-1]), 16) for x in (args.query, args.value))
-    stages, tile = cfg.num_stages, cfg.block_q * cfg.block_k
-    held, streamed = cfg.block_q, cfg.block_k
-    tiles = size * tile  # of weights, on their way between two products
-    if direction != FORWARD:
-        held, streamed, tiles = cfg.block_k, cfg.block_q, 2 * size * tile
+    tile = held * streamed
     if _is_amd(target):  # what is held is in registers, and so is a stage on its way
+        tiles = size * tile * (1 if direction == FORWARD else 2)  # between two products
         return tiles + max(stages - 1, 1) * size * streamed * (d + e)
     pairs = (args.bias, args.attention_mask)  # these are streamed too; a mask in bytes
     widths = sum(1 if x.dtype == bool else x.dtype.itemsize for x in pairs if x is not None)
@@ -80,22 +97,22 @@ def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
     return size * (resident + stages * streamed * (d + e)) + stages * tile * widths
 
 
-# (block_q, block_k, warps, stages, registers), best first: measured on an H200 with 16k tokens
-# (docs/measured.md). 128 registers let four programs of a 64 x 64 tile share a multiprocessor.
+# (block_q, block_k, warps, stages, registers), best first, and what backward over queries has of
+# its own: measured on an H200 with 16k tokens (docs/measured.md). 128 registers let four programs
+# of a 64 x 64 tile share a multiprocessor, 168 three.
 _GUESSES = {
     (FORWARD, 64): (
         (64, 64, 4, 3, 128),
         (64, 64, 4, 3, 0),
         (128, 64, 4, 3, 0),
         (64, 128, 4, 3, 0),
-        (128, 128, 8, 3, 0),
         (64, 32, 4, 2, 0),
     ),
     (FORWARD, 128): (
+        (64, 64, 4, 3, 168),
         (64, 64, 4, 3, 0),
-        (128, 128, 8, 3, 0),
+        (64, 32, 4, 3, 168),
         (128, 64, 8, 3, 0),
-        (64, 32, 4, 4, 0),
         (128, 64, 8, 2, 0),
         (64, 32, 4, 2, 0),
     ),
@@ -107,17 +124,18 @@ _GUESSES = {
         (32, 32, 4, 1, 0),
     ),
     (BACKWARD, 64): (
+        (128, 64, 4, 2, 0, 64, 64, 4, 3),
+        (128, 64, 4, 2, 0, 128, 64, 8, 3),
         (64, 64, 4, 3, 0),
-        (64, 128, 8, 3, 0),
         (64, 64, 4, 2, 0),
-        (32, 64, 4, 3, 0),
         (32, 64, 4, 1, 0),
     ),
     (BACKWARD, 128): (
+        (64, 64, 4, 2, 0, 128, 64, 8, 3),
+        (64, 64, 4, 2, 0, 128, 32, 8, 3),
         (64, 128, 8, 3, 0),
+        (64, 64, 4, 2, 0),
         (32, 64, 4, 3, 0),
-        (64, 64, 4, 3, 0),
-        (64, 128, 8, 2, 0),
         (32, 64, 4, 1, 0),
     ),
     (BACKWARD, 256): (
@@ -146,13 +164,17 @@ def _guesses(args: Any, direction: str) -> tuple[tuple[int, ...], ...]:
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the lengths; at least the smallest one."""
-    names = ("block_q", "block_k", "num_warps", "num_stages", "max_registers")
-    made = [Config(**dict(zip(names, values, strict=True))) for values in _guesses(args, direction)]
-    if _is_amd(target):
+    names = [field.name for field in dataclasses.fields(Config)]
+    made = [
+        Config(**dict(zip(names, values, strict=False))) for values in _guesses(args, direction)
+    ]
+    extras = (args.bias, args.attention_mask, args.alibi_slopes, args.dropout_prob or None)
+    if _is_amd(target) or any(x is not None for x in extras):  # these need registers
         made = [dataclasses.replace(c, max_registers=0) for c in made]
-        if direction != FORWARD and (args.dropout_prob or args.attention_mask is not None):
-            # Triton 3.9 does not pipeline loops with such tiles of single bits
-            made = [dataclasses.replace(c, num_stages=1) for c in made]
+    bits = args.dropout_prob or args.attention_mask is not None
+    if _is_amd(target) and direction != FORWARD and bits:
+        # Triton 3.9 does not pipeline loops with such tiles of single bits
+        made = [dataclasses.replace(c, num_stages=1, dq_stages=min(c.dq_stages, 1)) for c in made]
     limit = shared_limit(target)
     fitting = [c for c in made if shared_bytes(args, direction, c, target) <= limit]
     return tuple(dict.fromkeys(_short(args, c) for c in fitting or made[-1:]))
@@ -161,13 +183,15 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
 def _short(args: Any, cfg: Config) -> Config:
     """Blocks no longer than the call."""
     least = _least(args)
-    t, s = max(args.query.shape[1], least), max(args.key.shape[1], least)
-    cfg = dataclasses.replace(cfg, block_q=max(cfg.block_q, least), block_k=max(cfg.block_k, least))
-    return dataclasses.replace(
-        cfg,
-        block_q=min(cfg.block_q, next_power_of_2(t)),
-        block_k=min(cfg.block_k, next_power_of_2(s)),
-    )
+    most_q, most_k = (next_power_of_2(max(x.shape[1], least)) for x in (args.query, args.key))
+    sizes = {
+        "block_q": min(max(cfg.block_q, least), most_q),
+        "block_k": min(max(cfg.block_k, least), most_k),
+    }
+    if cfg.dq_block_q:
+        sizes["dq_block_q"] = min(max(cfg.dq_block_q, least), most_q)
+        sizes["dq_block_k"] = min(max(cfg.dq_block_k, least), most_k)
+    return dataclasses.replace(cfg, **sizes)
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:
@@ -188,10 +212,30 @@ def testing(args: Any, direction: str) -> Config:
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
-    """The guess with the caller's own sizes."""
-    return dataclasses.replace(guess, **settings)
+    """The guess with the caller's own sizes, which hold for both passes of backward."""
+    own = dict.fromkeys(("dq_block_q", "dq_block_k", "dq_warps", "dq_stages"), 0)
+    return dataclasses.replace(guess, **own | settings)
 
 
 def exchanged(cfg: Config) -> Config:
-    """The config of backward over queries from that over keys."""
+    """The config of a pass over queries from one over keys."""
     return dataclasses.replace(cfg, block_q=cfg.block_k, block_k=cfg.block_q)
+
+
+def over_queries(cfg: Config) -> Config:
+    """The config of backward over queries."""
+    if not cfg.dq_block_q:
+        return exchanged(cfg)
+    return Config(
+        block_q=cfg.dq_block_q,
+        block_k=cfg.dq_block_k,
+        num_warps=cfg.dq_warps,
+        num_stages=cfg.dq_stages,
+    )
+
+
+def wary(args: Any, block: int) -> Config:
+    """For doing flagged blocks of a size again, over keys: rare, so small rather than fast."""
+    width = max(args.query.shape[-1], args.value.shape[-1])
+    held = 64 if width <= 128 and args.query.dtype.itemsize < 4 else 32
+    return Config(block_q=32, block_k=min(held, block), num_warps=4, num_stages=1)

@@ -1,11 +1,11 @@
 """Attention forward with online softmax (Dao, 2023) in Triton.
 
-One program computes a block of queries of one head. Its blocks of keys come in three runs: masked,
-without any mask, and masked again. Arrays are [b, t, h, d], contiguous.
+One program computes a block of queries of one head; of its blocks of keys only those at the ends
+take a mask. Arrays are [b, t, h, d], contiguous.
 
-Where nothing is masked the first block's maximum stays the reference of the rows: float32 and
-bfloat16 have exponents enough for weights far above one. So the sum of values is only ever added
-to, and its products run beside the next block's. A row whose weights grow too large is done again.
+The maximum over the first block stays the reference of a row's weights: float32 and bfloat16 have
+exponents enough for weights far above one. So the sum of values is only ever added to, and its
+products run beside the next block's. Rows whose weights leave the range are done again.
 """
 
 from typing import Any
@@ -17,36 +17,36 @@ import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
+from ejkernel.kernels._triton._blocks import table as blocks
 from ejkernel.kernels._triton.flash_attention import call, config
 
-# the most that weights of a row may sum up to, in units of its reference
-_MOST = tl.constexpr(2.0**100)
+# what the weights of a row may sum up to, in units of its reference
+_LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**100)
 
 
 @triton.jit
 def _step(
-    m, l, acc, b_q, j, key, value, bias, mask, slope, seed, i_b, i_h, o_q, q_id, q_id_2, q_pos,
-    k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s, left, right,
-    num_q, num_k,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr,
-    UNITS: tl.constexpr,
+    m, l, acc, b_q, j, first, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q, q_id,
+    q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s, left,
+    right, num_q, num_k,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
     CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
     POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, STEADY: tl.constexpr,
-    WARY: tl.constexpr,
+    KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
+    MASKS: tl.constexpr, STEADY: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
-    """Folds block j of the keys into the state of the rows.
+    """Folds block j of the keys, which may be `masked`, into the state of the rows.
 
     A hidden key has weight 0, but 0 * nan is nan. WARY: a value that is not finite marks its key,
-    and is taken as 0. STEADY: the maximum that the rows have stays their reference.
+    and is taken as 0. STEADY: the reference that the first block gave stays.
     """
     row = j * BK
     o_k = row + tl.arange(0, BK)
-    b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, MASKED)
+    b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, CHECKED)
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
     if WARY:
-        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
+        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
         dots = tl.where(addresses.spoiled(b_v)[None, :], float("nan"), dots)
         b_v = addresses.finite(b_v)
     b_kp = o_k
@@ -56,78 +56,79 @@ def _step(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
-    if MASKED:
-        b_ki = o_k
-        b_ki_2 = o_k
-        if IDS >= 1:
-            b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
-        if IDS >= 2:
-            b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
-        seen = pairs.visible(
-            o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
-            b_ki_2[None, :], q_pos[:, None], b_kp[None, :], left, right, num_q, num_k,
-            IDS, LEFT, RIGHT,
-        )  # fmt: skip
-        x = tl.where(seen, x, float("-inf"))
+    if MASKS:
+        if masked:
+            b_ki = o_k
+            b_ki_2 = o_k
+            if IDS >= 1:
+                b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
+            if IDS >= 2:
+                b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
+            seen = pairs.visible(
+                o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
+                b_ki_2[None, :], q_pos[:, None], b_kp[None, :], left, right, num_q, num_k,
+                IDS, LEFT, RIGHT, CUT, not POSITIONS,
+            )  # fmt: skip
+            x = tl.where(seen, x, float("-inf"))
     if mask is not None:
         given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
         x = tl.where(given != 0, x, float("-inf"))
     if STEADY:
+        if j == first:
+            m = softmax.shift(tl.max(x, 1) * UNITS)
         p = tl.math.exp2(x * UNITS - m[:, None])  # [BQ, BK]
         l += tl.sum(p, 1)
     else:
-        m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKED or BIAS or (mask is not None))
+        m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKS or BIAS or (mask is not None))
         acc = acc * alpha[:, None]
     if THRESHOLD is not None:
         kept = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
         p = tl.where(kept, p * KEPT, 0.0)
     if not WARY:
-        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, MASKED)
+        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
     return m, l, acc
 
 
 @triton.jit(do_not_specialize=call.LOOSE)
 def flash_attention_fwd_kernel(
-    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset,
-    q_ids, k_ids, q_ids_2, k_ids_2, q_positions, k_positions, table,
-    num_q, num_k, num_heads, offset, left, right,
-    bias_b, bias_h, bias_t, bias_s, mask_b, mask_h, mask_t, mask_s,
-    ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k, table_b, sinks_h, num_sinks,
-    out, lse,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
-    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, CAP: tl.constexpr,
-    IDS: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr, KEPT: tl.constexpr,
-    HEAD: tl.constexpr, TAIL: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
+    k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
+    bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
+    table_b, sinks_h, num_sinks, out, lse,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
+    CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
+    MASKS: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
     i_q = i_p % num_blocks
     if BACKWARDS:  # causal: the longest rows start first
         i_q = num_blocks - 1 - i_q
-    i_h = (i_p // num_blocks) % num_heads
-    i_b = i_p // (num_blocks * num_heads)
+    i_h = (i_p // num_blocks) % HEADS
+    i_b = i_p // (num_blocks * HEADS)
     i_g = i_h // GROUP
-    num_groups = num_heads // GROUP
+    GROUPS: tl.constexpr = HEADS // GROUP
     row = i_q * BQ
     o_q = row + tl.arange(0, BQ)
     wide_b = i_b.to(tl.int64)
     BIAS: tl.constexpr = bias is not None
     SLOPES: tl.constexpr = slopes is not None
     POSITIONS: tl.constexpr = q_positions is not None
-    # exponents of float16 are too few, and with these the first logits say little of the others
+    # exponents of float16 are too few, and with these one logit says little of the others
     STEADY: tl.constexpr = (
         (query.dtype.element_ty != tl.float16) and not BIAS and not SLOPES and (mask is None)
     )
 
-    query += (wide_b * num_q * num_heads + i_h) * D
-    key += (wide_b * num_k * num_groups + i_g) * D
-    value += (wide_b * num_k * num_groups + i_g) * E
-    stride_k = num_groups * D
-    stride_v = num_groups * E
-    b_q = addresses.load_tile(query, row, num_heads * D, num_q, BQ, D, BD, True)
+    query += (wide_b * num_q * HEADS + i_h) * D
+    key += (wide_b * num_k * GROUPS + i_g) * D
+    value += (wide_b * num_k * GROUPS + i_g) * E
+    STRIDE_K: tl.constexpr = GROUPS * D
+    STRIDE_V: tl.constexpr = GROUPS * E
+    b_q = addresses.load_tile(query, row, HEADS * D, num_q, BQ, D, BD, True)
 
     q_pos = o_q + offset
     k_pos = k_positions
@@ -136,12 +137,15 @@ def flash_attention_fwd_kernel(
         k_pos = k_positions + wide_b * pos_k
     q_id = o_q
     q_id_2 = o_q
+    looks = o_q < num_q  # rows that are no padding
     if IDS >= 1:
         q_id = addresses.load_row(q_ids + wide_b * ids_q, row, num_q, BQ, -1)
         k_ids += wide_b * ids_k
+        looks &= q_id >= 0
     if IDS >= 2:
         q_id_2 = addresses.load_row(q_ids_2 + wide_b * ids_q_2, row, num_q, BQ, -1)
         k_ids_2 += wide_b * ids_k_2
+        looks &= q_id_2 >= 0
     slope = 0.0
     if SLOPES:
         slope = tl.load(slopes + i_h).to(tl.float32)
@@ -155,89 +159,56 @@ def flash_attention_fwd_kernel(
         drop_b += tl.load(dropout_offset).to(tl.int32)
         drop_h += tl.load(dropout_offset + 1).to(tl.int32)
 
-    table += wide_b * table_b + i_q * 4
-    first = tl.load(table)
-    full = tl.load(table + 1)
-    ragged = tl.load(table + 2)
-    last = tl.load(table + 3)
+    if table is not None:
+        table += wide_b * table_b
+    first, full, ragged, last = blocks.row(
+        table, i_q, num_q, num_k, offset, left, right, BQ, BK, LEFT, RIGHT
+    )
 
     m = tl.full([BQ], float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, BE], tl.float32)
-    # 1. blocks that cross the left end of the window, or a change of segment
-    if HEAD:
-        for j in range(first, full):
-            m, l, acc = _step(
-                m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
-                q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
-                CAP, BIAS,
-                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False, False,
-            )  # fmt: skip
-    # 2. blocks that need no mask; the first gives a maximum that most often serves them all
-    if STEADY:
-        for j in range(full, tl.minimum(full + 1, ragged)):
-            m, l, acc = _step(
-                m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
-                q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP,
-                BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False,
-                False, False,
-            )  # fmt: skip
-        full += 1
-    for j in range(full, ragged):
+    for j in range(first, last):
         m, l, acc = _step(
-            m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
-            q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-            mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, CAP,
-            BIAS,
-            SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, False, STEADY, False,
+            m, l, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask, slope,
+            seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
+            STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
+            BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
+            KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, False,
         )  # fmt: skip
-    # 3. the diagonal, the end of a segment, the last block
-    if TAIL:
-        for j in range(ragged, last):
-            m, l, acc = _step(
-                m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q, q_id,
-                q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t,
-                mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS,
-                CAP, BIAS,
-                SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, True, False, False,
-            )  # fmt: skip
 
-    # 4. rarely, all again: a weight grew too large, or nan came from what a mask hides
-    HIDES: tl.constexpr = LEFT or RIGHT or (IDS >= 1) or (mask is not None)
-    if STEADY or HIDES:
-        again = tl.max((l > _MOST).to(tl.int32) | (l != l).to(tl.int32), 0) > 0
-        if HIDES:
-            again |= addresses.any_nan(acc)
+    # rarely, all again: weights left their range, or nan came from what a mask hides
+    if STEADY or MASKS or (mask is not None):
+        again = addresses.any_odd(acc)
+        if STEADY:
+            outside = looks & (((l >= _LEAST) & (l <= _MOST)) == 0)
+            again |= tl.max(outside.to(tl.int32), 0) > 0
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
             acc = tl.zeros([BQ, BE], tl.float32)
-            PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loops
+            PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loop
             for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
                 m, l, acc = _step(
-                    m, l, acc, b_q, j, key, value, bias, mask, slope, seed, drop_b, drop_h, o_q,
-                    q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s,
-                    mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, PART, SCALE,
-                    NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-                    KEPT, PRECISION, True, False, True,
+                    m, l, acc, b_q, j, first, True, key, value, bias, mask, slope, seed, drop_b,
+                    drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K, STRIDE_V,
+                    bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
+                    PART, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+                    THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, True,
                 )  # fmt: skip
 
+    m += SHIFT * softmax.LOG2_E
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
         acc *= alpha[:, None]
-    if IDS >= 1:  # padding rows are outside every run without a mask, and see only sinks
-        alone = q_id < 0
-        if IDS >= 2:
-            alone |= q_id_2 < 0
-        acc = tl.where(alone[:, None], 0.0, acc)
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    if IDS >= 1:  # padding sees only sinks
+        acc = tl.where(looks[:, None], acc, 0.0)
+    acc *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
     p_out = addresses.tile_pointers(
-        out + (wide_b * num_q * num_heads + i_h) * E, row, num_heads * E, BQ, BE
+        out + (wide_b * num_q * HEADS + i_h) * E, row, HEADS * E, BQ, BE
     )
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=addresses.tile_mask(row, num_q, BQ, E, BE))
-    p_lse = lse + (wide_b * num_heads + i_h) * num_q + o_q
+    p_lse = lse + (wide_b * HEADS + i_h) * num_q + o_q
     tl.store(p_lse, softmax.logsumexp(m, l), mask=o_q < num_q)
 
 
@@ -263,8 +234,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         out_shape=out_shape,
         **cfg.launch(),
         BN=made.sink_block,
-        HEAD=made.key_head,
-        TAIL=made.tail,
+        CHECKED=made.cut_keys,
         BACKWARDS=args.sliding_window[1] is not None,
         **made.constants(),
     )
