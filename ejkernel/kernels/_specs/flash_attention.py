@@ -229,11 +229,17 @@ def examples(args: FlashAttentionArgs) -> dict[str, jax.Array]:
     return made
 
 
+_SMALL_BLOCK = 128
+
+
 def twin(args: FlashAttentionArgs, block: int) -> dict[str, int]:
-    """One row, two key heads, and lengths of two blocks and the call's own remainder."""
+    """One row, two key heads, and lengths of two blocks and the call's own remainder.
+
+    Of small blocks, all heads: they cost little, and code may have been compiled for their number.
+    """
     t, num_q_heads = args.query.shape[1:3]
     s, num_kv_heads = args.key.shape[1:3]
-    groups = min(num_kv_heads, 2)
+    groups = min(num_kv_heads, 2) if block > _SMALL_BLOCK else num_kv_heads
     rows = args.query.shape[0] > 1 and args.cum_seqlens_q is not None
     return {
         "b": 1,
