@@ -192,6 +192,18 @@ def test_rows_without_a_key_give_nothing(entry_name):
     assert (actual.gradients["query"][:, :7] == 0).all()
 
 
+def test_small_sinks_of_padding(entry_name):
+    """Rows that see nothing else have the logsumexp of their sinks, however small that is."""
+    ids = jnp.asarray(np.where(_TAIL, -1, 0))
+    values = arrays(2, 24, 24, 4, 2, 8, 8) | {"q_segment_ids": ids, "kv_segment_ids": ids}
+    values |= {"softmax_aux": jnp.full((4, 2), -300.0), "return_lse": True}
+    made = harness.solve(SPEC, make(values), grads=("bias",))
+    actual, _ = run(entry_name, made.args, made)
+    lse = made.oracle.outputs["lse"]
+    assert lse.min() < -290
+    np.testing.assert_allclose(actual.outputs["lse"], lse, rtol=1e-6, atol=1e-5)
+
+
 def test_only_the_lse_cotangent_reaches_sinks_of_empty_rows(entry_name):
     mask = jnp.zeros((1, 1, 1, 18), bool)
     values = arrays(1, 18, 18, 2, 1, 8, 8) | {

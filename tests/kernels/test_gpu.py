@@ -1,4 +1,5 @@
-"""What only a GPU shows: offsets beyond 2³¹ elements, and a second process with nothing to do."""
+"""What only a GPU shows: offsets beyond 2³¹ elements, one entry's backward after another's forward,
+and a second process with nothing to do."""
 
 import json
 import os
@@ -52,6 +53,24 @@ def test_more_than_two_billion_elements():
     outputs, grads, before = jax.jit(tail)(whole.args, made.cotangents)
     harness.assert_close_to_oracle(_oracle.answer(SPEC, made.args, outputs, grads), made)
     assert [float(x) for x in before] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("names", [("triton/gpu", "cudnn/gpu"), ("cudnn/gpu", "triton/gpu")])
+def test_a_backward_after_the_forward_of_another_entry(names):
+    """They are chosen apart, so what one saves has to serve the other."""
+    q, k, v = (normal(seed, (2, 192, n, 64)) for seed, n in ((0, 4), (1, 2), (2, 2)))
+    values = {"query": q, "key": k, "value": v, "causal": True}
+    made = harness.solve(SPEC, SPEC.canonicalize(SPEC.complete(values)))
+    first, second = (harness.find_entry("flash_attention", name) for name in names)
+
+    def both(args, cotangents):
+        outputs, residuals = first.fn(args, harness.configs(first, args, "heuristic")[0])
+        cfg = harness.configs(second, args, "heuristic")[1]
+        wanted = frozenset(made.wanted)
+        return outputs, second.backward(args, cfg, outputs, residuals, cotangents, wanted)
+
+    outputs, grads = jax.jit(both)(made.args, made.cotangents)
+    harness.assert_close_to_oracle(_oracle.answer(SPEC, made.args, outputs, grads), made)
 
 
 PROCESS = """

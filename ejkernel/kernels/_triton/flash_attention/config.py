@@ -36,11 +36,8 @@ class Config:
     dq_stages: int = 0
 
     def __post_init__(self) -> None:
-        names = ["block_q", "block_k"]
-        if any((self.dq_block_q, self.dq_block_k, self.dq_warps, self.dq_stages)):
-            names += ["dq_block_q", "dq_block_k"]
-            over_queries(self)
-        for name in names:
+        own = any((self.dq_block_q, self.dq_block_k, self.dq_warps, self.dq_stages))
+        for name in ("block_q", "block_k", *(("dq_block_q", "dq_block_k") if own else ())):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 16 or value & (value - 1):
                 raise ValueError(f"`Config`: {name}={value!r} must be a power of two, at least 16.")
@@ -50,6 +47,8 @@ class Config:
             raise ValueError(f"`Config`: num_stages={self.num_stages!r} must be in [1, 8].")
         if self.max_registers not in range(256):
             raise ValueError(f"`Config`: max_registers={self.max_registers!r} must be in [0, 255].")
+        if own:
+            over_queries(self)  # checks them
 
     def launch(self) -> dict[str, Any]:
         """What `triton_call` wants to know."""

@@ -197,7 +197,7 @@ def flash_attention_fwd_kernel(
                     THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, True,
                 )  # fmt: skip
 
-    m += SHIFT * softmax.LOG2_E
+    m = tl.where(l == 0.0, float("-inf"), m + SHIFT * softmax.LOG2_E)
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
         acc *= alpha[:, None]
