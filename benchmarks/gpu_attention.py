@@ -1,8 +1,9 @@
 """`flash_attention` on a GPU: our entries, tuned, beside cuDNN, torch and another JAX library.
 
-Correctness first: nothing is timed before it agrees with cuDNN. One run, one table; with `--save`
-the rows go to benchmarks/results/. `--public PATH` names a folder with the public package of our
-name, which is timed in a process of its own. `--workers N` compiles candidates beforehand.
+Correctness first: nothing is timed before it agrees with cuDNN. One run, one table: each shape is
+tuned anew (EJKERNEL_AUTOTUNE_BUDGET_S), then timed; with `--save` the rows go to
+benchmarks/results/. `--public PATH` names a folder with the public package of our name, which is
+timed in a process of its own. `--workers N` compiles candidates beforehand.
 """
 
 import argparse
@@ -235,26 +236,27 @@ def compare(model, length, causal, public):
     return times | torch_times(model, length, causal)
 
 
-def table_rows(model, length, causal):
-    """What was measured for a shape, as rows of a table that ships with the package."""
+def tune(model, length, causal):
+    """Measures our entries for a shape now, whatever is known of it; rows of a table that ships."""
     xs = arrays(model, length)[:3]
     executor, made = default_executor(), []
-    for platform, direction in itertools.product(("auto", "triton"), ("forward", "backward")):
+    for platform, direction in itertools.product(("triton", "auto"), ("forward", "backward")):
         wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
         call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
         inv = executor.invocation(FlashAttention(), *xs, **call)
-        choice = executor.chooser.choose(inv)
-        if choice.source in ("memory", "persistent"):
-            made.append(
-                {
-                    "call": {k: v for k, v in inv.document.items() if k not in ("device",)},
-                    "implementation": choice.implementation.name,
-                    "version": choice.implementation.version,
-                    "config": None if choice.cfg is None else dataclasses.asdict(choice.cfg),
-                }
-            )
-        else:
+        choice = executor.chooser.tune(inv)
+        if (stored := executor.chooser.known(inv.key)) is None:
             print(f"not tuned: {model} {length} {causal} {platform} {direction}: {choice.source}")
+            continue
+        made.append(
+            {
+                "call": {k: v for k, v in inv.document.items() if k not in ("device",)},
+                "implementation": stored.implementation,
+                "version": stored.version,
+                "config": None if stored.config is None else dataclasses.asdict(stored.config),
+                "rivals": dict(stored.rivals),
+            }
+        )
     return made
 
 
@@ -276,7 +278,8 @@ def judge(model, length, causal, mode, row):
 def keep(options, rows, extras, table):
     """Writes what is known so far to the files that were asked for."""
     if options.table:
-        pathlib.Path(options.table).write_text(json.dumps(table, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(row) for row in table)
+        pathlib.Path(options.table).write_text(f"[\n{lines}\n]\n")
     if options.save:
         shape = "16k tokens, bfloat16; d128: 16 heads, d64: 32, gqa: 32/8 of 128; milliseconds"
         timed = [e for e in kernel_registry.list("flash_attention") if e.platform in MEASURED]
@@ -312,6 +315,7 @@ def main():
     names = ("triton", "cudnn", "auto", *PEERS)
     print(f"{'TFLOP/s':<30}" + "".join(f"{n:>14}" for n in names))
     for model, length, causal in shapes(options.models, options.quick):
+        table += tune(model, length, causal)
         times = compare(model, length, causal, public)
         for mode in MODES:
             row = {n: times[n, mode] for n in names if (n, mode) in times}
@@ -321,7 +325,6 @@ def main():
             print(f"{label:<30}" + "".join(cells), flush=True)
             rows.append({"model": model, "length": length, "causal": causal, "mode": mode} | row)
             short += judge(model, length, causal, mode, row)
-        table += table_rows(model, length, causal)
         keep(options, rows, extras, table)  # a long run may be cut short
     for row in extras:
         if row["cost"] > (bar := OPTION_BARS.get(row["option"], float("inf"))):

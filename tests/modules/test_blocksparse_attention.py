@@ -89,7 +89,9 @@ def test_one_head_does_not_read_the_blocks_of_another():
     assert not jnp.isfinite(out[:, :, 0]).any()
 
 
-@pytest.mark.parametrize("lead", [(), (H,), (2, H)])
+@pytest.mark.parametrize(
+    "lead", [(), *(pytest.param(x, marks=pytest.mark.slow) for x in ((H,), (2, H)))]
+)
 def test_forward_mode_and_vmap(lead):
     xs, directions, mask = arrays(), arrays(seed=1), some_blocks(*lead)
     ours = lambda *a: blocksparse_attention(*a, mask, SIZE)

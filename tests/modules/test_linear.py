@@ -60,7 +60,14 @@ def test_gradients_without_a_token_reach_the_state_alone():
     assert grads["query"].shape == values["query"].shape
 
 
-@pytest.mark.parametrize("gates", [("g",), ("gk",), ("gv",), ("g", "gk", "gv")])
+@pytest.mark.parametrize(
+    "gates",
+    [
+        ("g",),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (("gk",), ("gv",))),
+        ("g", "gk", "gv"),
+    ],
+)
 def test_strong_gates_are_exact_and_so_are_weak_ones_after_them(gates):
     t = 64  # one chunk
     values = arrays(t, strength=0.01)
@@ -85,7 +92,9 @@ def test_strong_gates_are_exact_and_so_are_weak_ones_after_them(gates):
         assert_close(grads[name][:, 1:40], expected[name][:, 1:40], 1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param("g", marks=pytest.mark.slow), "gk", "gv"])
+@pytest.mark.parametrize(
+    "name", ["gk", *(pytest.param(n, marks=pytest.mark.slow) for n in ("g", "gv"))]
+)
 def test_a_gate_of_minus_infinity_forgets(name):
     values = arrays(20)
     values[name] = values[name].at[:, 7].set(-jnp.inf)
@@ -126,7 +135,13 @@ def test_chunks_of_any_size_agree(cfg):
     assert_close(jax.jit(lambda args: fwd.forward(args, cfg)[0])(args), spec.reference_fn()(args))
 
 
-@pytest.mark.parametrize("name", ["cover00", "scalar", "packed", "packed_reverse"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cover00", "scalar", "packed_reverse")),
+    ],
+)
 def test_token_by_token_and_chunks_have_the_same_gradients(name):
     spec = kernel_registry.spec("linear_recurrence")
     (case,) = (case for case in spec.cases() if case.name == name)

@@ -221,7 +221,7 @@ def test_sizes(sizes):
         assert (out == 0).all()
 
 
-@pytest.mark.parametrize("heads", [(6, 1), (3, 3)])
+@pytest.mark.parametrize("heads", [(6, 1), pytest.param((3, 3), marks=pytest.mark.slow)])
 def test_grouped_heads(heads):
     xs = arrays(heads=heads[0], groups=heads[1])
     for absorb in (False, True):

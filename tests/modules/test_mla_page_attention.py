@@ -63,7 +63,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "plain" else []) for n in OPTIONS]
+)
 def test_equals_latent_attention_of_packed_sequences(name):
     """The caller multiplies w_kc into queries and w_vc into outputs; the rest is the same."""
     (_, q_pe, *rest), latents = setup()

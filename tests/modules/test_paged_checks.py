@@ -133,7 +133,13 @@ TUNED = (
 )
 
 
-@pytest.mark.parametrize("op", TUNED)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=[] if op == "ragged_page_attention" else pytest.mark.slow)
+        for op in TUNED
+    ],
+)
 def test_small_twins_of_large_calls_match_the_oracle(op):
     """What the tuner checks a candidate on: small, with the options and head sizes of the call."""
     spec = kernel_registry.spec(op)

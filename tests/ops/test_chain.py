@@ -140,6 +140,31 @@ def test_memory_counts_only_for_the_kernel_it_was_measured_with(chain, stored, s
     assert choice.refused == {"refuses": "too long"}
 
 
+RIVALS = {"a": 1, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("rivals", "source"),
+    [
+        (RIVALS, "memory"),
+        (RIVALS | {"gone": 7}, "memory"),
+        (RIVALS | {"a": 2}, "heuristics"),  # a rival is another now
+        ({"b": 3}, "heuristics"),  # a rival is new
+    ],
+)
+def test_a_choice_among_other_versions_is_outdated(chain, rivals, source):
+    """It is measured again where that is possible, and better than a guess where it is not."""
+    kernel = Versioned(
+        implementation("a", heuristic="guess of a"),
+        implementation("b", version=3, heuristic="guess of b"),
+    )
+    inv = Invocation(kernel=kernel, args=(X,))
+    chain.cache.put(inv.key, Stored("b", 3, "stored", rivals=rivals))
+    choice = chain.choose(inv)
+    assert (choice.source, choice.implementation.name, choice.cfg) == (source, "b", "stored")
+    assert any("other versions" in said for said in choice.trail) == (source == "heuristics")
+
+
 def test_the_first_implementation_with_a_heuristic_answers(chain):
     def unknown(args, direction):
         raise NotImplementedError("nothing known")

@@ -21,6 +21,8 @@ class Stored:
     times_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
     complete: bool = True  # False: tuning was cut short and may go on
+    # version by name of all that could serve the call then: with others, the choice is outdated
+    rivals: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class ConfigCache:

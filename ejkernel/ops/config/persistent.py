@@ -40,6 +40,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     times_ms: dict[str, float] = {}
     failures: dict[str, str] = {}
     complete: bool = True
+    rivals: dict[str, int] = {}
     versions: dict[str, str] = {}
     date: str = ""
 
@@ -91,6 +92,7 @@ class PersistentCache:
             times_ms=dict(stored.times_ms),
             failures=dict(stored.failures),
             complete=stored.complete,
+            rivals=dict(stored.rivals),
             versions={"jax": jax.__version__},
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         )

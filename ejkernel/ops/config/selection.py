@@ -154,6 +154,7 @@ class ConfigSelectorChain(ConfigChooser):
                 record.times_ms,
                 record.failures,
                 record.complete,
+                record.rivals,
             )
         return None
 
@@ -170,7 +171,8 @@ class ConfigSelectorChain(ConfigChooser):
             if not again and (choice := search.stored(self.cache.get(inv.key), "memory")):
                 return choice
             partial = self._read(inv)
-            known = None if partial is None or partial.complete else partial
+            resumable = partial is not None and not partial.complete and search.current(partial)
+            known = partial if resumable else None
             result = self._get_tuner().tune(
                 inv, search.able, budget_s, known=known, save=self._save_partial(inv)
             )
@@ -206,6 +208,7 @@ class _Search:
     able: list[Implementation]
     refused: dict[str, str]
     trail: list[str] = dataclasses.field(default_factory=list)
+    outdated: tuple[Implementation, Stored] | None = None
 
     def say(self, tier: str, text: str) -> None:
         self.trail.append(f"{tier}: {text}")
@@ -239,12 +242,25 @@ class _Search:
             return self.configured(value, tier)
         for implementation in self.able:
             known = (implementation.name, implementation.version)
-            if known == (value.implementation, value.version):
+            if known != (value.implementation, value.version):
+                continue
+            if self.current(value):
                 return self.found(implementation, value.config, tier, value.times_ms)
+            self.say(name or tier, f"{value.implementation} was chosen among other versions")
+            self.outdated = self.outdated or (implementation, value)
+            return None
         self.say(name or tier, f"{value.implementation} v{value.version} cannot serve this call")
         return None
 
+    def current(self, value: Stored) -> bool:
+        """Whether a choice was made among the implementations that are here now."""
+        rivals = value.rivals
+        return not rivals or all(rivals.get(i.name) == i.version for i in self.able)
+
     def heuristic(self) -> Choice | None:
+        if self.outdated is not None:  # better than a guess, where nothing can be measured
+            implementation, value = self.outdated
+            return self.found(implementation, value.config, "heuristics", value.times_ms)
         near = table.near(self.inv)
         if near is not None and (choice := self.stored(near, "heuristics", "shipped table")):
             return choice

@@ -29,6 +29,7 @@ class Row(msgspec.Struct, frozen=True):
     version: int
     config: Any
     times_ms: dict[str, float] = {}
+    rivals: dict[str, int] = {}
 
 
 @functools.cache
@@ -140,5 +141,5 @@ def _stored(inv: Invocation, row: Row) -> Stored | None:
             except Exception as error:  # noqa: BLE001 - a table must not stop a call
                 logger.warning("a shipped configuration does not hold: %s", error)
                 return None
-            return Stored(row.implementation, row.version, config, row.times_ms)
+            return Stored(row.implementation, row.version, config, row.times_ms, rivals=row.rivals)
     return None

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,7 @@ class Tuner:
             candidates = self.candidates(inv, implementations)
         if len(candidates) < 2:
             return Result(None, {}, "fewer than two candidates")
+        rivals = {i.name: i.version for i in implementations}
         precision = jax.config.jax_default_matmul_precision
         x64, settings = jax.config.jax_enable_x64, _settings.current()
 
@@ -114,7 +115,7 @@ class Tuner:
                 jax.enable_x64(x64),
                 _settings.using(settings),
             ):
-                return self._measure(inv, candidates, budget_s, known, save)
+                return self._measure(inv, candidates, budget_s, known, save, rivals)
 
         with concurrent.futures.ThreadPoolExecutor(1, "ejkernel-tuner") as pool:
             return pool.submit(work).result()
@@ -126,6 +127,7 @@ class Tuner:
         budget_s: float,
         known: Stored | None,
         save: Callable[[Stored], None],
+        rivals: Mapping[str, int],
     ) -> Result:
         settings = _settings.current()
         logger.warning(
@@ -161,11 +163,11 @@ class Tuner:
                 if settings.log_autotune:
                     logger.warning("  %s: %s", name, times.get(name, failures.get(name)))
                 if name in times:
-                    save(self._best(candidates, times, failures, complete=False))
+                    save(self._best(candidates, times, failures, rivals, complete=False))
             _show_progress(inv, len(candidates), len(candidates), times)
         if not any(name_of(*candidate) in times for candidate in candidates):
             return Result(None, failures, f"all {len(candidates)} candidates failed")
-        return Result(self._best(candidates, times, failures, complete=True), failures)
+        return Result(self._best(candidates, times, failures, rivals, complete=True), failures)
 
     def _time(
         self, trial: "_Trial", implementation: Implementation, config: Any, clock: Any, best: Any
@@ -188,13 +190,20 @@ class Tuner:
         candidates: list[Candidate],
         times: dict[str, float],
         failures: dict[str, str],
+        rivals: Mapping[str, int],
         complete: bool,
     ) -> Stored:
         timed = [c for c in candidates if name_of(*c) in times]
         least = min(times[name_of(*c)] for c in timed)
         winner = next(c for c in timed if times[name_of(*c)] <= least * (1 + _NOISE))
         return Stored(
-            winner[0].name, winner[0].version, winner[1], dict(times), dict(failures), complete
+            winner[0].name,
+            winner[0].version,
+            winner[1],
+            dict(times),
+            dict(failures),
+            complete,
+            rivals,
         )
 
 

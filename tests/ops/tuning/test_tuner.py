@@ -14,6 +14,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -589,6 +590,23 @@ def test_a_second_chain_reads_what_the_first_measured(tmp_path):
     assert record.complete
     assert len(record.times_ms) == 2
     assert len(record.failures) == 1
+
+
+def test_what_was_measured_against_another_version_is_measured_again(tmp_path):
+    kernel, cache = Double("good", "fine"), PersistentCache(tmp_path)
+    Executor(Notes(persistent=cache))(kernel, X)
+    (record,) = cache.records()
+    (rival,) = record.rivals
+    cache.add(msgspec.structs.replace(record, rivals={rival: record.version, "new": 1}))
+    chain = Notes(persistent=cache)
+    Executor(chain)(kernel, X)
+    assert chain.last.source == "persistent"  # a rival that is gone does not matter
+    cache.add(msgspec.structs.replace(record, rivals={"another": 1}))
+    chain = Notes(persistent=cache)
+    Executor(chain)(kernel, X)
+    assert (chain.last.source, chain._get_tuner().measured) == ("autotune", 2)
+    (now,) = cache.records()
+    assert now.rivals == record.rivals
 
 
 def test_a_kernel_without_a_heuristic_reads_what_was_measured(tmp_path):
