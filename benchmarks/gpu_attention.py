@@ -240,7 +240,8 @@ def tune(model, length, causal):
     """Measures our entries for a shape now, whatever is known of it; rows of a table that ships."""
     xs = arrays(model, length)[:3]
     executor, made = default_executor(), []
-    for platform, direction in itertools.product(("triton", "auto"), ("forward", "backward")):
+    # a table's first row for a call serves every platform that it can
+    for platform, direction in itertools.product(("auto", "triton"), ("forward", "backward")):
         wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
         call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
         inv = executor.invocation(FlashAttention(), *xs, **call)
