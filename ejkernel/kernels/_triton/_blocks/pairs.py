@@ -1,13 +1,14 @@
 """What happens to one tile of query-key pairs: bias, slopes, caps and masks.
 
-Tiles are [BQ, BK], or [BK, BQ] in backward over keys: whatever is passed is already expanded, with
-the axis of the other side of size one.
+Tiles are [BQ, BK], or [BK, BQ] in backward over keys: offsets and positions are already expanded,
+with the axis of the other side of size one.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton._blocks import addresses, mask
+from ejkernel.kernels._triton._blocks import addresses
+from ejkernel.kernels._triton._blocks import mask as masks
 
 # A hidden logit under a cap, in backward: its weight is 0, and the cap's derivative still finite
 DEEP = tl.constexpr(-1e15)
@@ -92,33 +93,34 @@ def logits(
 
 
 @triton.jit
-def visible(
-    o_q,
-    o_k,
-    q_id,
-    k_id,
-    q_id_2,
-    k_id_2,
-    q_pos,
-    k_pos,
-    left,
-    right,
-    num_q,
-    num_k,
-    IDS: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    CUT: tl.constexpr,
-    ROOMY: tl.constexpr,
-):
-    """Pairs of the same segments, near each other and, where blocks are CUT, inside the lengths."""
-    seen = tl.full((1, 1), 1, tl.int1)
-    if CUT:
-        seen &= (o_q < num_q) & (o_k < num_k)
-    if IDS >= 1:
-        seen &= mask.same(q_id, k_id)
-    if IDS >= 2:
-        seen &= mask.same(q_id_2, k_id_2)
-    if LEFT or RIGHT:
-        seen &= mask.near(q_pos, k_pos, left, right, LEFT, RIGHT, ROOMY)
-    return seen
+def hide(
+    x, other, masked, row, mask, o_q, o_k, q_pos, k_pos, held, held_2, ids, ids_2, mask_t, mask_s,
+    left, right, num_q, num_k, num_s,
+    SIZE: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CUT: tl.constexpr, MASKS: tl.constexpr, ROOMY: tl.constexpr,
+):  # fmt: skip
+    """A tile [held, streamed] with something else in place of hidden pairs.
+
+    Seen are pairs of the same segments, near each other, inside the lengths where blocks are CUT,
+    and in the dense mask; all but the last matter only in blocks that are `masked`, if any is
+    (MASKS). Ids of the held side are vectors; those of the streamed side, which has `num_s` tokens,
+    are loaded: SIZE of them, from `row` on. ROOMY: see `mask.near`.
+    """
+    if MASKS:
+        if masked:
+            seen = tl.full((1, 1), 1, tl.int1)
+            if CUT:
+                seen &= (o_q < num_q) & (o_k < num_k)
+            if IDS >= 1:
+                b_i = addresses.load_row(ids, row, num_s, SIZE, -1)
+                seen &= masks.same(held[:, None], b_i[None, :])
+            if IDS >= 2:
+                b_i_2 = addresses.load_row(ids_2, row, num_s, SIZE, -1)
+                seen &= masks.same(held_2[:, None], b_i_2[None, :])
+            if LEFT or RIGHT:
+                seen &= masks.near(q_pos, k_pos, left, right, LEFT, RIGHT, ROOMY)
+            x = tl.where(seen, x, other)
+    if mask is not None:
+        given = addresses.load_pairs(mask, o_q, o_k, mask_t, mask_s, num_q, num_k)
+        x = tl.where(given != 0, x, other)
+    return x

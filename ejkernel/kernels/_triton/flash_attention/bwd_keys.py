@@ -12,33 +12,6 @@ from ejkernel.kernels._triton.flash_attention import call
 
 
 @triton.jit
-def _hide(
-    x, other, masked, row, mask, o_q, o_k, q_ids, q_ids_2, q_pos, k_id, k_id_2, k_pos, mask_t,
-    mask_s, left, right, num_q, num_k, BQ: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr, POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """A tile [BK, BQ] with something else in place of hidden pairs."""
-    if MASKS:
-        if masked:
-            b_qi = o_q
-            b_qi_2 = o_q
-            if IDS >= 1:
-                b_qi = addresses.load_row(q_ids, row, num_q, BQ, -1)
-            if IDS >= 2:
-                b_qi_2 = addresses.load_row(q_ids_2, row, num_q, BQ, -1)
-            seen = pairs.visible(
-                o_q[None, :], o_k[:, None], b_qi[None, :], k_id[:, None], b_qi_2[None, :],
-                k_id_2[:, None], q_pos[None, :], k_pos[:, None], left, right, num_q, num_k,
-                IDS, LEFT, RIGHT, CUT, not POSITIONS,
-            )  # fmt: skip
-            x = tl.where(seen, x, other)
-    if mask is not None:
-        given = addresses.load_pairs(mask, o_q[None, :], o_k[:, None], mask_t, mask_s, num_q, num_k)
-        x = tl.where(given != 0, x, other)
-    return x
-
-
-@triton.jit
 def _key_step(
     acc_k, acc_v, b_k, b_v, i, masked, query, dout, lse, delta, dbias, bias, mask, slope, seed, i_b,
     i_h, k_row, o_k, k_id, k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t,
@@ -66,17 +39,19 @@ def _key_step(
     )  # fmt: skip
     GUARDED: tl.constexpr = WARY or (dbias is not None)
     if not GUARDED:  # before exp2, a branch does not cut the flow of products
-        x = _hide(
-            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q, o_k, q_ids,
-            q_ids_2, b_qp, k_id, k_id_2, k_pos, mask_t, mask_s, left, right, num_q, num_k, BQ, IDS,
-            LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        x = pairs.hide(
+            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q[None, :],
+            o_k[:, None], b_qp[None, :], k_pos[:, None], k_id, k_id_2, q_ids, q_ids_2, mask_t,
+            mask_s, left, right, num_q, num_k, num_q, BQ, IDS, LEFT, RIGHT, CUT, MASKS,
+            not POSITIONS,
         )  # fmt: skip
     b_lse = softmax.base(addresses.load_row(lse, row, num_q, BQ, 0.0), SHIFT)
     p = tl.math.exp2(x * UNITS - b_lse[None, :])
     if GUARDED:
-        p = _hide(
-            p, 0.0, masked, row, mask, o_q, o_k, q_ids, q_ids_2, b_qp, k_id, k_id_2, k_pos, mask_t,
-            mask_s, left, right, num_q, num_k, BQ, IDS, LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        p = pairs.hide(
+            p, 0.0, masked, row, mask, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None],
+            k_id, k_id_2, q_ids, q_ids_2, mask_t, mask_s, left, right, num_q, num_k, num_q, BQ,
+            IDS, LEFT, RIGHT, CUT, MASKS, not POSITIONS,
         )  # fmt: skip
     dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BK, BQ]
     if WARY:

@@ -13,33 +13,6 @@ from ejkernel.kernels._triton.flash_attention import call
 
 
 @triton.jit
-def _hide(
-    x, other, masked, row, mask, o_q, o_k, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, mask_t,
-    mask_s, left, right, num_q, num_k, BK: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr, POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """A tile [BQ, BK] with something else in place of hidden pairs."""
-    if MASKS:
-        if masked:
-            b_ki = o_k
-            b_ki_2 = o_k
-            if IDS >= 1:
-                b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
-            if IDS >= 2:
-                b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
-            seen = pairs.visible(
-                o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
-                b_ki_2[None, :], q_pos[:, None], k_pos[None, :], left, right, num_q, num_k,
-                IDS, LEFT, RIGHT, CUT, not POSITIONS,
-            )  # fmt: skip
-            x = tl.where(seen, x, other)
-    if mask is not None:
-        given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
-        x = tl.where(given != 0, x, other)
-    return x
-
-
-@triton.jit
 def _query_step(
     acc, b_q, b_do, b_lse, b_delta, j, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q,
     q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s,
@@ -65,16 +38,18 @@ def _query_step(
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
     if not WARY:  # before exp2, a branch does not cut the flow of products
-        x = _hide(
-            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q, o_k, q_id,
-            q_id_2, q_pos, k_ids, k_ids_2, b_kp, mask_t, mask_s, left, right, num_q, num_k, BK, IDS,
-            LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        x = pairs.hide(
+            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q[:, None],
+            o_k[None, :], q_pos[:, None], b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t,
+            mask_s, left, right, num_q, num_k, num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS,
+            not POSITIONS,
         )  # fmt: skip
     p = tl.math.exp2(x * UNITS - b_lse[:, None])
     if WARY:
-        p = _hide(
-            p, 0.0, masked, row, mask, o_q, o_k, q_id, q_id_2, q_pos, k_ids, k_ids_2, b_kp, mask_t,
-            mask_s, left, right, num_q, num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS, POSITIONS,
+        p = pairs.hide(
+            p, 0.0, masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :],
+            q_id, q_id_2, k_ids, k_ids_2, mask_t, mask_s, left, right, num_q, num_k, num_k, BK,
+            IDS, LEFT, RIGHT, CUT, MASKS, not POSITIONS,
         )  # fmt: skip
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
     if THRESHOLD is not None:

@@ -56,23 +56,11 @@ def _step(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
     )  # fmt: skip
-    if MASKS:
-        if masked:
-            b_ki = o_k
-            b_ki_2 = o_k
-            if IDS >= 1:
-                b_ki = addresses.load_row(k_ids, row, num_k, BK, -1)
-            if IDS >= 2:
-                b_ki_2 = addresses.load_row(k_ids_2, row, num_k, BK, -1)
-            seen = pairs.visible(
-                o_q[:, None], o_k[None, :], q_id[:, None], b_ki[None, :], q_id_2[:, None],
-                b_ki_2[None, :], q_pos[:, None], b_kp[None, :], left, right, num_q, num_k,
-                IDS, LEFT, RIGHT, CUT, not POSITIONS,
-            )  # fmt: skip
-            x = tl.where(seen, x, float("-inf"))
-    if mask is not None:
-        given = addresses.load_pairs(mask, o_q[:, None], o_k[None, :], mask_t, mask_s, num_q, num_k)
-        x = tl.where(given != 0, x, float("-inf"))
+    x = pairs.hide(
+        x, float("-inf"), masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None],
+        b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t, mask_s, left, right, num_q, num_k,
+        num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS, not POSITIONS,
+    )  # fmt: skip
     if STEADY:
         if j == first:
             m = softmax.shift(tl.max(x, 1) * UNITS)
