@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 from numpy.testing import assert_array_equal
 
@@ -112,6 +113,15 @@ def test_an_exact_hit_goes_before_one_within_powers_of_two(shipped, reverse):
 def test_a_near_shape_is_a_guess(shipped, shape):
     ship(shipped, row(shape=shape))
     assert answer() == ("heuristics", 7)
+
+
+@pytest.mark.parametrize("shape", [(48, 16), (96, 16)])
+def test_a_row_of_other_rivals_is_no_more_than_a_guess(shipped, shape):
+    made = msgspec.structs.replace(row(shape=shape), rivals={"run/any": 2})
+    ship(shipped, made)
+    assert answer() == ("heuristics", 7)
+    ship(shipped, msgspec.structs.replace(made, rivals={"run/any": 1}))
+    assert answer() == ("persistent" if shape == (48, 16) else "heuristics", 7)
 
 
 def test_the_nearest_shape_is_the_guess(shipped):

@@ -258,12 +258,12 @@ class _Search:
         return not rivals or all(rivals.get(i.name) == i.version for i in self.able)
 
     def heuristic(self) -> Choice | None:
+        near = table.near(self.inv) if self.outdated is None else None
+        if near is not None and (choice := self.stored(near, "heuristics", "shipped table")):
+            return choice
         if self.outdated is not None:  # better than a guess, where nothing can be measured
             implementation, value = self.outdated
             return self.found(implementation, value.config, "heuristics", value.times_ms)
-        near = table.near(self.inv)
-        if near is not None and (choice := self.stored(near, "heuristics", "shipped table")):
-            return choice
         for implementation in self.able:
             try:
                 cfg = implementation.heuristic(self.inv.call, self.inv.direction)
