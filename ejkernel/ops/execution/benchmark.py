@@ -46,6 +46,7 @@ def measure(
     num_iters: int = 10,
     budget_s: float | None = None,
     give_up_ms: float | None = None,
+    together_ms: float | None = None,
 ) -> Timing:
     """Times `fn()` until its results are ready.
 
@@ -55,13 +56,15 @@ def measure(
       num_iters: Timed calls, or batches of short ones.
       budget_s: Stop when this many seconds are used up.
       give_up_ms: Stop after the first call that takes longer.
+      together_ms: How long calls enqueued together should take; None for what suits the backend.
     """
     for _ in range(max(num_warmup, 1)):
         jax.block_until_ready(fn())
     watch = Stopwatch(float("inf") if budget_s is None else budget_s)
     first = _timed(fn, 1)
-    together = _BATCH_MS.get(jax.default_backend(), _BATCH_MS_ELSEWHERE)
-    batch = max(1, min(_MOST_IN_A_BATCH, int(together / max(first, 1e-3))))
+    if together_ms is None:
+        together_ms = _BATCH_MS.get(jax.default_backend(), _BATCH_MS_ELSEWHERE)
+    batch = max(1, min(_MOST_IN_A_BATCH, int(together_ms / max(first, 1e-3))))
     times = [first] if batch == 1 else []
     # one slow sample may be a hiccup of the machine
     slow = give_up_ms is not None and first > give_up_ms and _timed(fn, 1) > give_up_ms
