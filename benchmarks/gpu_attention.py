@@ -32,7 +32,7 @@ MODELS = {"d128": (16, 16, 128), "d64": (32, 32, 64), "gqa": (32, 8, 128)}
 LENGTHS = (1024, 4096, 16384)
 TOKENS = 16384
 MODES = ("fwd", "fwd+bwd")
-ROUNDS = 3
+ROUNDS = 8
 MEASURED = ("triton", "cudnn")
 PEERS = ("jax.nn cuDNN", "torch FA2", "torch cuDNN", "public", "public as set")
 # (mode, head size) -> our Triton kernel against a peer
@@ -48,8 +48,7 @@ OPTION_BARS = {
 }
 
 
-def shapes(models, quick=False):
-    lengths = LENGTHS[1:2] if quick else LENGTHS
+def shapes(models, lengths=LENGTHS):
     every = itertools.product(models, lengths, (True, False))
     return [x for x in every if x[0] != "gqa" or x[2]]
 
@@ -89,12 +88,15 @@ def programs(causal):
 
 
 def milliseconds(cases):
-    """Of programs and their inputs by name; in turns, so that a slow moment hits all."""
+    """Of programs and their inputs by name.
+
+    In turns, to and fro, so that a slow moment or a hot neighbour hits all.
+    """
     times = {name: [] for name in cases}
-    for _ in range(ROUNDS):
-        for name, (run, inputs) in cases.items():
+    for turn in range(ROUNDS):
+        for name, (run, inputs) in list(cases.items())[:: -1 if turn % 2 else 1]:
             # peers' clocks are on the device: waiting for ours must not show
-            timing = measure(lambda r=run, x=inputs: r(*x), num_iters=4, together_ms=25.0)
+            timing = measure(lambda r=run, x=inputs: r(*x), num_iters=2, together_ms=25.0)
             times[name].append(timing.median)
     return {name: statistics.median(some) for name, some in times.items()}
 
@@ -108,7 +110,11 @@ def check(made, xs):
     f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     expected = f32(made["jax.nn cuDNN", "fwd+bwd"](*xs))
     for platform in MEASURED:
-        common.agree(f32(made[platform, "fwd+bwd"](*xs)), expected, tolerance=0.02)
+        actual = f32(made[platform, "fwd+bwd"](*xs))
+        for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            # on the device: the arrays are large
+            error, limit = float(jnp.abs(a - e).max()), 0.02 * float(jnp.abs(e).max())
+            assert error <= limit, f"{platform}: {error} from cuDNN, at most {limit}"
 
 
 def torch_times(model, length, causal):
@@ -141,7 +147,7 @@ def torch_times(model, length, causal):
 
 def public_times(folder, models):
     """Milliseconds of the public package at one length, causal, by shape, name and mode."""
-    asked = [x for x in shapes(models, quick=True) if x[2]]
+    asked = [x for x in shapes(models, LENGTHS[1:2]) if x[2]]
     sizes = [(TOKENS // n, n, *MODELS[model], causal) for model, n, causal in asked]
     done = subprocess.run(
         [sys.executable, pathlib.Path(__file__).with_name("gpu_public.py")],
@@ -154,12 +160,12 @@ def public_times(folder, models):
     return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=False))
 
 
-def compile_main(number, count, models, quick):
+def compile_main(number, count, models, lengths):
     """In a process without a device: compiles every count-th candidate into the cache on disk."""
     target = _device.Target("gpu", "NVIDIA H200", "9.0")
     entry = next(e for e in kernel_registry.list("flash_attention") if e.platform == "triton")
     jobs = []
-    for model, length, causal in shapes(models, quick):
+    for model, length, causal in shapes(models, lengths):
         xs = jax.eval_shape(lambda m=model, n=length: arrays(m, n))
 
         def args_of(q, k, v, causal=causal):
@@ -244,12 +250,12 @@ def compare(model, length, causal, public):
     return times | torch_times(model, length, causal)
 
 
-def tune(model, length, causal):
+def tune(model, length, causal, platforms):
     """Measures our entries for a shape now, whatever is known of it; rows of a table that ships."""
     xs = arrays(model, length)[:3]
     executor, made = default_executor(), []
     # a table's first row for a call serves every platform that it can
-    for platform, direction in itertools.product(("auto", "triton"), ("forward", "backward")):
+    for platform, direction in itertools.product(platforms, ("forward", "backward")):
         wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
         call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
         inv = executor.invocation(FlashAttention(), *xs, **call)
@@ -257,6 +263,8 @@ def tune(model, length, causal):
         if (stored := executor.chooser.known(inv.key)) is None:
             print(f"not tuned: {model} {length} {causal} {platform} {direction}: {choice.source}")
             continue
+        best = sorted(stored.times_ms.items(), key=lambda item: item[1])[:3]
+        print(f"{platform} {direction}: {stored.implementation} of {best}")
         made.append(
             {
                 "call": {k: v for k, v in inv.document.items() if k not in ("device",)},
@@ -294,8 +302,10 @@ def keep(options, rows, extras, table):
         timed = [e for e in kernel_registry.list("flash_attention") if e.platform in MEASURED]
         entries = {e.name: e.version for e in timed if not e.priority}
         earlier = common.load("gpu_attention")
-        if earlier.get("entries") == entries:  # of other models, with the same code
-            rows = [r for r in earlier["rows"] if r["model"] not in options.models] + rows
+        if earlier.get("entries") == entries:  # other shapes, with the same code
+            case = lambda row: [row[x] for x in ("model", "length", "causal", "mode")]
+            new = [case(row) for row in rows]
+            rows = [row for row in earlier["rows"] if case(row) not in new] + rows
             extras = extras or earlier["options"]
         more = {"options": extras, "models": MODELS, "entries": entries}
         common.save("gpu_attention", shape, rows=rows, **more)
@@ -304,7 +314,8 @@ def keep(options, rows, extras, table):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="one length")
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--tune", nargs="*", choices=("auto", "triton"), default=["auto", "triton"])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--options", action="store_true", help="the costs of options too")
     parser.add_argument("--public", default="", help="folder of the public package")
@@ -312,10 +323,10 @@ def main():
     parser.add_argument("--table", default="", help="a file for the tuned configurations")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    same = ["--models", *options.models, *(["--quick"] if options.quick else [])]
+    same = ["--models", *options.models, "--lengths", *map(str, options.lengths)]
     if options.role:
         number, count = options.role.split("/")
-        return compile_main(int(number), int(count), options.models, options.quick)
+        return compile_main(int(number), int(count), options.models, options.lengths)
     workers = options.workers
     in_processes([["--role", f"{i}/{workers}", *same] for i in range(workers)], JAX_PLATFORMS="cpu")
     public = public_times(options.public, options.models) if options.public else {}
@@ -323,8 +334,8 @@ def main():
     extras = options_table() if options.options else []
     names = ("triton", "cudnn", "auto", *PEERS)
     print(f"{'TFLOP/s':<30}" + "".join(f"{n:>14}" for n in names))
-    for model, length, causal in shapes(options.models, options.quick):
-        table += tune(model, length, causal)
+    for model, length, causal in shapes(options.models, options.lengths):
+        table += tune(model, length, causal, options.tune)
         times = compare(model, length, causal, public)
         for mode in MODES:
             row = {n: times[n, mode] for n in names if (n, mode) in times}

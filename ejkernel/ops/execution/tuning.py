@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,10 @@ logger = logging.getLogger("ejkernel")
 
 _CPU_CANDIDATES = 4
 # Candidates closer than this are equal; the fixed order decides.
-_NOISE = 0.02
+_NOISE = 0.01
+# The best and those within a tenth of it are measured again, in turns: a device's clock wanders.
+# A GPU runs long enough to lower its clock as it will in use: the more work, the more it does.
+_CLOSE, _FINALISTS, _ROUNDS, _SUSTAINED_MS = 0.1, 4, 3, 25.0
 _SAMPLED_ROWS = 64
 
 Candidate = tuple[Implementation, Any]
@@ -164,6 +168,7 @@ class Tuner:
                     logger.warning("  %s: %s", name, times.get(name, failures.get(name)))
                 if name in times:
                     save(self._best(candidates, times, failures, rivals, complete=False))
+            self._measure_again(trial, candidates, times, max(clock.left, budget_s / 10))
             _show_progress(inv, len(candidates), len(candidates), times)
         if not any(name_of(*candidate) in times for candidate in candidates):
             return Result(None, failures, f"all {len(candidates)} candidates failed")
@@ -184,6 +189,43 @@ class Tuner:
             give_up_ms=None if best is None else 3 * best,
         )
         return timing.median
+
+    def _measure_again(
+        self,
+        trial: "_Trial",
+        candidates: list[Candidate],
+        times: dict[str, float],
+        budget_s: float,
+    ) -> None:
+        """Replaces the times of the best candidates by those of rounds in turns."""
+        timed = sorted(
+            (c for c in candidates if name_of(*c) in times), key=lambda c: times[name_of(*c)]
+        )
+        close = [
+            c for c in timed if times[name_of(*c)] <= times[name_of(*timed[0])] * (1 + _CLOSE)
+        ][:_FINALISTS]
+        if len(close) < 2:
+            return
+        sustained = 3e-3 * (_SUSTAINED_MS if jax.default_backend() != "cpu" else 0.0)
+        round_s = sum(max(4e-3 * times[name_of(*c)], sustained) for c in close)
+        clock = benchmark.Stopwatch(budget_s)
+        rounds: list[dict[str, float]] = []
+        while len(rounds) < _ROUNDS and round_s <= clock.left:
+            turn = (
+                close[::-1] if len(rounds) % 2 else close
+            )  # a hot neighbour slows whoever follows
+            try:
+                rounds.append({name_of(*c): self._time_again(trial, *c) for c in turn})
+            except Exception as error:  # noqa: BLE001 - tuning never stops a call
+                logger.debug("measuring again: %s", _short(error))
+                return
+        if rounds:
+            times |= {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+
+    def _time_again(self, trial: "_Trial", implementation: Implementation, config: Any) -> float:
+        together_ms = None if jax.default_backend() == "cpu" else _SUSTAINED_MS
+        run = trial.run(implementation, config)
+        return benchmark.measure(run, num_iters=2, together_ms=together_ms).median
 
     def _best(
         self,
@@ -222,16 +264,16 @@ class _Trial:
             for x in jax.tree.leaves(self.args)
             if jnp.issubdtype(x.dtype, jnp.floating)
         )
-        self._last: tuple[str, Any] = ("", None)
+        self._programs: dict[str, Callable[[], Any]] = {}
         self._residuals: Any = None
         self._expected: Any = None
 
     def run(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
         """A compiled call of a candidate at full size."""
         name = name_of(implementation, config)
-        if name != self._last[0]:
-            self._last = (name, self._build(implementation, config))
-        return self._last[1]
+        if name not in self._programs:
+            self._programs[name] = self._build(implementation, config)
+        return self._programs[name]
 
     def _build(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
         if self.inv.direction == FORWARD:
