@@ -34,7 +34,7 @@ TOKENS = 16384
 MODES = ("fwd", "fwd+bwd")
 ROUNDS = 8
 MEASURED = ("triton", "cudnn")
-PEERS = ("jax.nn cuDNN", "torch FA2", "torch cuDNN", "public", "public as set")
+PEERS = ("jax.nn cuDNN", "torch FA2", "torch cuDNN", "public", "public as set", "public unset")
 # (mode, head size) -> our Triton kernel against a peer
 BARS = {("fwd", 128): ("jax.nn cuDNN", 0.80), ("fwd", 64): ("jax.nn cuDNN", 0.95)}
 BACKWARD_BARS = {"torch FA2": 1.2, "public": 5.0}

@@ -1,8 +1,9 @@
 """Times of the public package of our name, in a process of its own (see gpu_attention.py).
 
 Reads a list of (batch, length, heads, key heads, head size, causal) from the standard input, and
-writes a line of milliseconds by mode for each: "public as set" with the tiles that its own module
-sets when nothing is measured, "public" with the faster of these and a setting for Hopper.
+writes a line of milliseconds by mode for each: "public unset" without any settings, "public as set"
+with the tiles that its own module sets when nothing is measured, "public" with the fastest of these
+and a setting for Hopper.
 """
 
 import json
@@ -17,9 +18,10 @@ from ejkernel.ops import BwdParams, FwdParams
 
 
 def settings(d):
-    """Its module's own, and one that suits a Hopper better: queries, keys, warps, stages."""
+    """None, its module's own, and some that suit a Hopper: queries, keys, warps, stages."""
     own = ((64, 32 if d >= 128 else 128, 4, 2), (32, 32, 4, 2))
-    return {"public as set": own, "public": ((128, 64, 8, 3), (64, 64, 4, 2))}
+    hopper = ((128, 64, 8, 3), (64, 64, 4, 2))
+    return {"public unset": None, "public as set": own, "public": hopper}
 
 
 def milliseconds(fn, xs, repeats=20):
@@ -49,18 +51,22 @@ def params(kind, values):
 
 def compare(xs, causal):
     rows = {}
-    for name, (forward, backward) in settings(xs[0].shape[-1]).items():
-        row = rows[name] = dict(rows.get("public as set", {}))
-        options = {
-            "fwd_params": params(FwdParams, forward),
-            "bwd_params": params(BwdParams, backward),
-        }
+    for name, tiles in settings(xs[0].shape[-1]).items():
+        row = rows[name] = {}
+        options = {}
+        if tiles is not None:
+            forward, backward = tiles
+            options["fwd_params"] = params(FwdParams, forward)
+            options["bwd_params"] = params(BwdParams, backward)
         fn = lambda q, k, v, o=options: flash_attention(q, k, v, causal=causal, **o)
         for mode, program, inputs in (("fwd", fn, xs[:3]), ("fwd+bwd", both(fn), xs)):
             try:
-                row[mode] = min(milliseconds(program, inputs), row.get(mode, float("inf")))
+                row[mode] = milliseconds(program, inputs)
             except Exception as error:  # noqa: BLE001 - another library's failure is a result
                 print(f"public {mode}: {str(error)[:200]}", file=sys.stderr)
+    for mode in ("fwd", "fwd+bwd"):
+        if times := [row[mode] for row in rows.values() if mode in row]:
+            rows["public"][mode] = min(times)
     return rows
 
 
