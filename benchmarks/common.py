@@ -96,11 +96,15 @@ def save(name: str, shape: str, **content: Any) -> None:
         "date": dt.date.today().isoformat(),
         "device": device_fingerprint(),
         "machine": platform.processor() or platform.machine(),
-        "versions": {"jax": jax.__version__, "ejkernel": ejkernel.__version__} | _peers(),
+        "versions": versions(),
         "shape": shape,
         **content,
     }
     (_RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    return {"jax": jax.__version__, "ejkernel": ejkernel.__version__} | _peers()
 
 
 def load(name: str) -> dict[str, Any]:

@@ -302,7 +302,9 @@ def keep(options, rows, extras, table):
         timed = [e for e in kernel_registry.list("flash_attention") if e.platform in MEASURED]
         entries = {e.name: e.version for e in timed if not e.priority}
         earlier = common.load("gpu_attention")
-        if earlier.get("entries") == entries:  # other shapes, with the same code
+        here = {"device": common.device_fingerprint(), "versions": common.versions()}
+        if {"entries": entries} | here == {k: earlier.get(k) for k in ("entries", *here)}:
+            # other shapes, with the same code on the same device
             case = lambda row: [row[x] for x in ("model", "length", "causal", "mode")]
             new = [case(row) for row in rows]
             rows = [row for row in earlier["rows"] if case(row) not in new] + rows

@@ -45,6 +45,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _compile(arguments: argparse.Namespace, configs: str, entries: list[str] | None) -> list[Any]:
     from ejkernel import aot
 
+    if not arguments.timeout > 0:
+        raise _cli_call.UsageError(f"--timeout must be positive; got {arguments.timeout}")
+
     def progress(target: str, text: str) -> None:
         sys.stderr.write(f"{target}: {text}\n")
         sys.stderr.flush()

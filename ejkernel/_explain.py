@@ -125,14 +125,10 @@ def _stand_in(leaf: Any, stands_for: dict[int, jax.ShapeDtypeStruct]) -> Any:
 # Which kernel
 
 
-class _Registered(_op_kernel.OpKernel):
-    """An op without a public function, or one entry of an op."""
+class _Bound:
+    """Takes an op's own arguments, and a platform."""
 
-    def __init__(self, op: str, entry: KernelEntry | None = None):
-        self.op, self._entry = op, entry
-        super().__init__()
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
+    def bind(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any) -> dict[str, Any]:
         fixed = dict.fromkeys(_op_kernel.CALL_ARGUMENTS) | {"cfg": cfg}
         fixed["platform"] = kwargs.pop("platform", "auto")
         try:
@@ -142,10 +138,17 @@ class _Registered(_op_kernel.OpKernel):
         bound.apply_defaults()
         return self.dynamic(bound.arguments | fixed)
 
-    def implementations(self, inv: Invocation) -> Any:
-        if self._entry is None:
-            return super().implementations(inv)
-        return [self._entry.implementation(inv.target)]
+
+class _Registered(_Bound, _op_kernel.OpKernel):
+    """An op without a public function."""
+
+    def __init__(self, op: str):
+        self.op = op
+        super().__init__()
+
+
+class _Entry(_Bound, _op_kernel.EntryKernel):
+    """One entry of an op."""
 
 
 def _kernel(op: Any) -> Kernel:
@@ -165,7 +168,7 @@ def _kernel(op: Any) -> Kernel:
         if cls.function is op:
             return cls()
     if callable(op) and isinstance(entry := getattr(op, "entry", None), KernelEntry):
-        return _Registered(entry.op, entry)
+        return _Entry(entry)
     known = ", ".join(sorted({*public, *kernel_registry.ops()}))
     if callable(op):
         name = getattr(op, "__name__", repr(op))

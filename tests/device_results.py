@@ -28,7 +28,9 @@ class Recorder:
         self._counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
 
     def pytest_runtest_logreport(self, report):
-        counted = report.when == "call" or (report.when == "setup" and report.skipped)
+        counted = (
+            report.when == "call" or report.outcome != "passed"
+        )  # errors around a test count too
         if counted and (name := entry_of(report.nodeid)) is not None:
             self._counts[name][report.outcome] += 1
 

@@ -255,6 +255,12 @@ def test_a_bad_setting_is_one_line(refused, monkeypatch):
     assert "EJKERNEL_DEBUG" in refused("cache", "path")
 
 
+@pytest.mark.parametrize("command", ["path", "clear --yes"])
+def test_a_folder_of_nobody_is_one_line(refused, command):
+    with _settings.override(cache_dir="~nosuchuser/x"):
+        assert "EJKERNEL_CACHE_DIR='~nosuchuser/x'" in refused("cache", *command.split())
+
+
 @pytest.mark.parametrize("argv", [("--help",), ("--version",), ("explain", "--help")])
 def test_help_and_version(run, argv):
     code, out, err = run(*argv)

@@ -32,7 +32,12 @@ def test_names(nodeid, name):
 
 def test_counts(tmp_path):
     recorder = device_results.Recorder(str(tmp_path / "results.json"))
-    for when, outcome in (("setup", "passed"), ("call", "passed"), ("call", "failed")):
+    for when, outcome in (
+        ("setup", "passed"),
+        ("call", "passed"),
+        ("call", "failed"),
+        ("setup", "failed"),
+    ):
         report = types.SimpleNamespace(
             when=when, outcome=outcome, skipped=False, nodeid="t.py::t[gla-xla/any-plain]"
         )
@@ -40,7 +45,7 @@ def test_counts(tmp_path):
     recorder.pytest_sessionfinish()
     content = json.loads((tmp_path / "results.json").read_text())
     version = kernel_registry.list("gla")[0].version
-    assert content["entries"] == {"gla xla/any": {"version": version, "failed": 1, "passed": 1}}
+    assert content["entries"] == {"gla xla/any": {"version": version, "failed": 2, "passed": 1}}
     assert content["backend"] == "cpu"
 
 

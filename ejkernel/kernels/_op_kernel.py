@@ -209,13 +209,19 @@ class OpKernel(Kernel):
             )
 
         outputs, gradients = run(problem.args, problem.cotangents)
+        for out, like in zip(outputs, problem.cotangents, strict=True):
+            if (out.shape, out.dtype) != (like.shape, like.dtype):
+                return (
+                    f"gives {out.dtype}{list(out.shape)}, where the oracle has "
+                    f"{like.dtype}{list(like.shape)}"
+                )
         gradients = {name: gradients[name] for name in wanted if name in gradients}
         return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
 
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         entries = kernel_registry.list(self.op)
         if inv.platform != "auto":
-            entries = [e for e in entries if e.platform == inv.platform]
+            entries = [e for e in entries if inv.platform in (e.platform, e.name)]
             if not entries:
                 reason = kernel_registry.missing(self.op, inv.platform)
                 raise refusal(inv, {inv.platform: reason})
@@ -227,15 +233,20 @@ _solved: dict[str, _oracle.Problem] = {}
 _MOST_SOLVED = 16
 
 
-class _EntryKernel(OpKernel):
+class EntryKernel(OpKernel):
     """An op restricted to one entry."""
 
-    def __init__(self, spec: _spec.OpSpec, entry: KernelEntry):
-        self.op, self.entry, self._spec = spec.name, entry, spec
+    def __init__(self, entry: KernelEntry):
+        self.op, self.entry = entry.op, entry
         super().__init__()
 
     def cache_token(self) -> Any:
         return self.entry
+
+    def prepare(self, call: dict[str, Any]) -> tuple[_spec.OpArgs, Request]:
+        # what is remembered of it is of this entry, not of the op's best
+        args, request = super().prepare(call)
+        return args, dataclasses.replace(request, platform=self.entry.name)
 
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         return [self.entry.implementation(inv.target)]
@@ -243,7 +254,7 @@ class _EntryKernel(OpKernel):
 
 def keyword_function(spec: _spec.OpSpec, entry: KernelEntry) -> Callable[..., Any]:
     """A function with the op's own arguments that runs one entry."""
-    kernel = _EntryKernel(spec, entry)
+    kernel = EntryKernel(entry)
     signature = args_signature(spec)
     fixed = dict.fromkeys(CALL_ARGUMENTS) | {"platform": "auto"}
 

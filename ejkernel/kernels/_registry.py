@@ -11,13 +11,12 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from ejkernel import _device, _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _spec
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Implementation
 from ejkernel.ops.core.types import BwdParams, FwdParams
+from ejkernel.ops.utils import serialize
 
 
 class Platform(enum.StrEnum):
@@ -82,6 +81,7 @@ class KernelEntry:
     requires: Callable[[Any], str | None]
     backward: Callable[..., dict[str, Any]] | None
     backward_requires: Callable[[Any], str | None]  # what only its backward cannot do
+    device_requires: Callable[[Any, _device.Target], str | None]  # what depends on the device too
     config: Any  # a module or object with Config, heuristic(args, direction), candidates(…)
     version: int
     derivative: str
@@ -95,8 +95,10 @@ class KernelEntry:
         self, args: Any, target: _device.Target | None = None, direction: str = FORWARD
     ) -> str | None:
         """Why this kernel cannot serve a call; None when it can."""
-        if target is not None and not self._runs_on(target):
+        if target is not None and not self.runs_on(target):
             return f"needs a {self.backend.upper()}; this call is for {target.kind}"
+        if target is not None and (reason := self.device_requires(args, target)) is not None:
+            return reason
         if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
             return f"does not honour {dropped}"
         reason = self.requires(args)
@@ -104,7 +106,8 @@ class KernelEntry:
             reason = self.backward_requires(args)
         return reason
 
-    def _runs_on(self, target: _device.Target) -> bool:
+    def runs_on(self, target: _device.Target) -> bool:
+        """Whether this is a kernel for a device, itself or interpreted."""
         if self.backend in (Backend.ANY, target.kind):
             return True
         interpreted = self.platform in _INTERPRETED and _settings.current().interpret
@@ -153,7 +156,17 @@ class KernelEntry:
             if plain is not None:
                 raise ValueError(f"{self.name} has nothing to configure")
             return None
-        return msgspec.convert(plain, self.config.Config)
+        return serialize.from_builtins(plain, self.config.Config)
+
+    def misfit(
+        self, args: Any, direction: str, cfg: Any, target: _device.Target | None = None
+    ) -> str | None:
+        """Why a config that served another call cannot serve this one; None when it can."""
+        kind = type(None) if self.config is None else self.config.Config
+        if not isinstance(cfg, kind):
+            return f"{cfg!r} is no config of {self.name}"
+        check = getattr(self.config, "misfit", None)
+        return None if check is None else check(args, direction, cfg, target or _device.find())
 
     def implementation(
         self, target: _device.Target | None, backend: str = Backend.ANY
@@ -176,6 +189,7 @@ class KernelEntry:
             configure=functools.partial(self.configure, target=target),
             memory=self.memory,
             decode=self.decode,
+            misfit=functools.partial(self.misfit, target=target),
             derivative=self.derivative,
         )
 
@@ -231,14 +245,16 @@ class KernelRegistry:
           backend: What it runs on.
           priority: Kernels of higher priority are preferred.
           replace: Take the place of a kernel with the same platform, backend and priority.
-          **options: `honours`, `requires`, `backward`, `backward_requires`, `config`, `version`,
-            `derivative` of `KernelEntry`, for functions of the form `fn(args, cfg)`.
+          **options: `honours`, `requires`, `backward`, `backward_requires`, `device_requires`,
+            `config`, `version`, `derivative` of `KernelEntry`, for functions of the form
+            `fn(args, cfg)`.
         """
         written: Platform = _member(Platform, platform)
         runs_on: Backend = _member(Backend, backend)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             if _takes_args(fn):
+                self.spec(op)  # a new op needs a function with a signature
                 made: dict[str, Any] = _options(op, written, options) | {"fn": fn}
             else:
                 from ejkernel.kernels import _outside
@@ -304,12 +320,12 @@ class KernelRegistry:
 
         wanted = None if platform is None else _member(Platform, platform)
         kind = None if backend is None else _member(Backend, backend)
-        here = _device.device_kind()
+        here = _device.find()
         entries = [
             e
             for e in self.list(op)
             if (wanted is None or e.platform == wanted)
-            and e.backend in (Backend.ANY, kind if kind is not None else here)
+            and (e.runs_on(here) if kind is None else e.backend in (Backend.ANY, kind))
         ]
         if not entries:
             elsewhere = [e for e in self.list(op) if wanted is None or e.platform == wanted]
@@ -317,7 +333,7 @@ class KernelRegistry:
             reason = self.missing(op, wanted) if wanted else "no kernel is registered"
             reason = f"needs {needs}" if elsewhere else reason
             raise UnsupportedError(
-                f"`{op}`: {reason} ({wanted or 'any platform'} on {kind or here})."
+                f"`{op}`: {reason} ({wanted or 'any platform'} on {kind or here.kind})."
             )
         return _op_kernel.keyword_function(self.spec(op), entries[0])
 
@@ -362,6 +378,7 @@ def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, An
         "requires": lambda args: None,
         "backward": None,
         "backward_requires": lambda args: None,
+        "device_requires": lambda args, target: None,
         "config": None,
         "version": 1,
         "derivative": "rule",

@@ -37,6 +37,10 @@ def run(capsys):
         (("aot", "flash_attention", "--target", "tpu:v9"), "'tpu:v9' is not known"),
         (("aot", "flash_attention", "--target", "cuda:sm_90", "--configs", "x"), "invalid choice"),
         (("aot", "flash_attention", "--target", "tpu:v5e", "--shape", "nope=1"), "no array 'nope'"),
+        (
+            ("aot", "flash_attention", "--target", "tpu:v5e", "--timeout", "-1"),
+            "--timeout must be positive; got -1.0",
+        ),
         (("tune", "flash_attention", "--target", "tpu:v5e"), "--static"),
         (("tune", "flash_attention", "--static", "--target", "cuda:sm_90"), "no static cycles"),
     ],
@@ -127,7 +131,9 @@ def test_a_written_table_is_found_by_a_call(tmp_path, monkeypatch):
             direction=direction,
             wanted=wanted,
         )
-        assert table.known(inv).config == entry.config.Config(**config)
+        assert table.known(inv, inv.kernel.implementations(inv)).config == entry.config.Config(
+            **config
+        )
     table.rows.cache_clear()
 
 

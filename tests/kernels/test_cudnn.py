@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel._device import Target
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._cudnn.flash_attention import fused, private
@@ -107,6 +108,34 @@ def test_what_cudnn_can_do(entry, sizes, options):
     args = canonical(operands(**sizes), **options)
     assert entry.why_not(args) is None
     assert entry.why_not(args, direction="backward") is None
+
+
+# device, sizes of the operands, and words of the reason
+DEVICES = {
+    "amd": (("AMD Instinct MI300X", "gfx942"), {}, "NVIDIA; this is AMD Instinct MI300X (gfx942)"),
+    "amd_by_name": (("AMD Instinct MI300X", None), {}, "needs a GPU of NVIDIA"),
+    "turing": (("Tesla T4", "7.5"), {}, "8.0 or later; this is 7.5"),
+    "ampere_large": (("A100", "8.0"), {"d": 256}, "at most 128, the same for values; got 256"),
+    "ampere_values": (("A100", "8.0"), {"d": 64, "e": 128}, "the same for values; got 64 and 128"),
+    "ampere": (("A100", "8.0"), {"d": 128}, None),
+    "hopper": (("NVIDIA H200", "9.0"), {"d": 256, "e": 128}, None),
+    "blackwell": (("NVIDIA B200", "10.0"), {"d": 64, "e": 128}, None),
+    "by_name": (("NVIDIA H200", None), {"d": 256}, None),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices(entry, name):
+    device, sizes, words = DEVICES[name]
+    reason = entry.why_not(canonical(operands(**sizes)), Target("gpu", *device))
+    assert reason is None if words is None else words in reason
+
+
+@pytest.mark.parametrize(("version", "refused"), [(90900, True), (91000, False), (None, False)])
+def test_values_of_another_size_need_a_newer_cudnn(entry, monkeypatch, version, refused):
+    monkeypatch.setattr(private, "cudnn_version", lambda: version)
+    args = canonical(operands(d=64, e=128))
+    assert (entry.why_not(args, Target("gpu", "NVIDIA H200", "9.0")) is not None) == refused
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 1, 8, 8), (1, 2, 8, 8), (2, 2, 8, 8)])

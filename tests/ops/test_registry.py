@@ -8,6 +8,7 @@ import pytest
 from jaxtyping import Array, Float
 from numpy.testing import assert_allclose, assert_array_equal
 
+from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import Backend, Platform, kernel_registry
 from ejkernel.modules import Attention, FlashAttention, flash_attention
@@ -412,3 +413,16 @@ def test_public_kernels_name_registered_ops():
     for kernel in (FlashAttention, Attention):
         assert kernel().name == kernel.op
         assert kernel_registry.list(kernel.op)
+
+
+def test_a_kernel_of_an_op_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="no op 'flash_atention'"):
+        kernel_registry.register("flash_atention", "xla", "any")(lambda args, cfg: None)
+
+
+def test_one_platforms_kernel_is_found_where_it_is_interpreted():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with _settings.override(interpret=False), pytest.raises(UnsupportedError, match="needs GPU"):
+        kernel_registry.get(OP, "triton")
+    with _settings.override(interpret=True):
+        assert kernel_registry.get(OP, "triton").entry.name == "triton/gpu"

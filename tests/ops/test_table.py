@@ -259,5 +259,37 @@ def test_a_shipped_row_is_found_by_its_call():
     executor = Executor(ConfigSelectorChain(autotune=False))
     q = jnp.zeros((4, 4096, 16, 128), jnp.bfloat16)
     inv = executor.invocation(FlashAttention(), q, q, q, causal=True, platform="auto")
-    stored = table.known(dataclasses.replace(inv, target=H200))
+    on_h200 = dataclasses.replace(inv, target=H200)
+    stored = table.known(on_h200, on_h200.kernel.implementations(on_h200))
     assert stored.implementation == "cudnn/gpu"
+
+
+@pytest.mark.parametrize("value_size", [128, 256])
+def test_a_near_row_fits_the_call(value_size):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from ejkernel.kernels._triton.flash_attention import config
+
+    q = jnp.zeros((4, 4096, 16, 128), jnp.bfloat16)
+    v = jnp.zeros((4, 4096, 16, value_size), jnp.bfloat16)
+    there = {"direction": "backward", "wanted": frozenset({"query", "key", "value"})}
+    executor = Executor(ConfigSelectorChain(autotune=False))
+    inv = executor.invocation(FlashAttention(), q, q, v, causal=True, platform="triton", **there)
+    choice = executor.chooser.choose(dataclasses.replace(inv, target=H200))
+    bytes_needed = config.shared_bytes(inv.call, "backward", choice.cfg, H200)
+    assert bytes_needed <= config.shared_limit(H200)
+    guess = choice.cfg == config.heuristic(inv.call, "backward", H200)
+    assert guess or value_size == 128
+
+
+def test_a_row_that_cannot_serve_does_not_hide_the_next(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from ejkernel.kernels._cudnn.flash_attention import private
+
+    q = jnp.zeros((4, 4096, 16, 128), jnp.bfloat16)
+    executor = Executor(ConfigSelectorChain(autotune=False))
+    inv = executor.invocation(FlashAttention(), q, q, q, causal=True)
+    inv = dataclasses.replace(inv, target=H200)
+    assert executor.chooser.choose(inv).implementation.name == "cudnn/gpu"
+    monkeypatch.setattr(private, "library", lambda: None)
+    able = [i for i in inv.kernel.implementations(inv) if i.name == "triton/gpu"]
+    assert table.known(inv, able).implementation == "triton/gpu"

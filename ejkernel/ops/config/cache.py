@@ -10,6 +10,8 @@ import jax
 
 from ejkernel.ops.utils import serialize
 
+CUT_SHORT = "not measured: the budget was used up"  # among the failures of a choice
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:

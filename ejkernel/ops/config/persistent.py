@@ -5,6 +5,7 @@ import dataclasses
 import datetime as dt
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -49,7 +50,10 @@ def default_path() -> pathlib.Path:
     """`EJKERNEL_CACHE_DIR`, or `configs/` in the user's cache folder for ejkernel."""
     given = _settings.current().cache_dir
     if given is not None:
-        return pathlib.Path(given).expanduser()
+        try:
+            return pathlib.Path(given).expanduser()
+        except RuntimeError as error:
+            raise OSError(f"EJKERNEL_CACHE_DIR={given!r}: {error}") from None
     import platformdirs
 
     return pathlib.Path(platformdirs.user_cache_dir(OWNER)) / "configs"
@@ -103,9 +107,10 @@ class PersistentCache:
         record = self.read(key, op=op, device=device)
         if record is None:
             return None
-        cls = _known_type(record.config_type)
         try:
-            return record.config if cls is None else msgspec.convert(record.config, cls)
+            return revive(record)
+        except LookupError:  # as plain values
+            return record.config
         except Exception as error:  # noqa: BLE001 - a config checks itself in any way it likes
             self.reject(record, str(error))
             return None
@@ -169,7 +174,8 @@ class PersistentCache:
         except (RuntimeError, OSError) as error:
             return self._tell(f"there is no cache folder: {error}; configurations stay in memory")
         if not _is_foreign(file):
-            self._write(file, msgspec.json.encode(record))
+            # not msgspec's own JSON, which has no infinite numbers
+            self._write(file, json.dumps(msgspec.to_builtins(record)).encode())
 
     # Files
 
@@ -187,6 +193,8 @@ class PersistentCache:
             record = msgspec.convert(document, Record)
             if record.key != key:
                 raise ValueError(f"it holds the key {record.key[:12]}…")
+            if wrong := [ms for ms in record.times_ms.values() if not 0 <= ms < math.inf]:
+                raise ValueError(f"it holds a time of {wrong[0]} ms")
         except (ValueError, TypeError, RecursionError) as error:
             self._set_aside(file, str(error))
             return None
@@ -223,9 +231,10 @@ class PersistentCache:
 
 
 def revive(record: Record) -> Any:
-    """The config of a record, of the type it names if that is loaded."""
-    cls = _known_type(record.config_type)
-    return record.config if cls is None else msgspec.convert(record.config, cls)
+    """The config of a record, of the type it names; LookupError where that is not loaded."""
+    if (cls := _known_type(record.config_type)) is None:
+        raise LookupError(f"there is no {record.config_type} here")
+    return serialize.from_builtins(record.config, cls)
 
 
 def _foreign(document: Any) -> bool:

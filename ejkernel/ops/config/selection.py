@@ -125,7 +125,7 @@ class ConfigSelectorChain(ConfigChooser):
                 return choice
         else:
             search.say("persistent", "nothing stored" if stored is None else "tuning was cut short")
-        return search.stored(table.known(inv), "persistent", "shipped table")
+        return search.stored(table.known(inv, search.able), "persistent", "shipped table")
 
     def _read(self, inv: Invocation) -> Stored | None:
         if self.persistent is None:
@@ -141,9 +141,12 @@ class ConfigSelectorChain(ConfigChooser):
             ):
                 continue
             try:
-                config = implementation.decode(inv.call, inv.direction, record.config)
-            except NotImplementedError:  # no heuristic tells the type of a config
-                config = persistent.revive(record)
+                try:
+                    config = implementation.decode(inv.call, inv.direction, record.config)
+                except NotImplementedError:  # no heuristic tells the type of a config
+                    config = persistent.revive(record)
+            except LookupError:  # of a type that is not here: nothing to run with
+                return None
             except Exception as error:  # noqa: BLE001 - a config checks itself in any way it likes
                 self.persistent.reject(record, str(error))
                 return None
@@ -167,19 +170,27 @@ class ConfigSelectorChain(ConfigChooser):
 
     def _tune(self, search: "_Search", budget_s: float, again: bool = False) -> Choice | None:
         inv = search.inv
+        if budget_s <= 0:
+            search.say("autotune", "a budget of 0 s measures nothing")
+            return None
         with self._lock:  # one measurement at a time; another thread may have just made this one
             if not again and (choice := search.stored(self.cache.get(inv.key), "memory")):
                 return choice
             partial = self._read(inv)
             resumable = partial is not None and not partial.complete and search.current(partial)
             known = partial if resumable else None
-            result = self._get_tuner().tune(
-                inv, search.able, budget_s, known=known, save=self._save_partial(inv)
-            )
+            whole = partial is not None and partial.complete and search.current(partial)
+            # a whole result is replaced by another one only, not by the beginning of one
+            save = (lambda stored: None) if whole else self._save_partial(inv)
+            result = self._get_tuner().tune(inv, search.able, budget_s, known=known, save=save)
             self.failures[inv.key] = dict(result.failures)
             if result.stored is None:
                 search.say("autotune", result.reason)
                 return None
+            if partial is not None and whole and _poorer(result.stored, partial):
+                if (choice := search.stored(partial, "persistent")) is not None:
+                    self.cache.put(inv.key, partial)
+                    return choice
             self.cache.put(inv.key, result.stored)
             self._save(inv, result.stored)
             return search.stored(result.stored, "autotune")
@@ -244,6 +255,12 @@ class _Search:
             known = (implementation.name, implementation.version)
             if known != (value.implementation, value.version):
                 continue
+            problem = None
+            if tier != "overlay":  # which holds what somebody wants
+                problem = implementation.misfit(self.inv.call, self.inv.direction, value.config)
+            if problem is not None:
+                self.say(name or tier, problem)
+                return None
             if self.current(value):
                 return self.found(implementation, value.config, tier, value.times_ms)
             self.say(name or tier, f"{value.implementation} was chosen among other versions")
@@ -258,7 +275,7 @@ class _Search:
         return not rivals or all(rivals.get(i.name) == i.version for i in self.able)
 
     def heuristic(self) -> Choice | None:
-        near = table.near(self.inv) if self.outdated is None else None
+        near = table.near(self.inv, self.able) if self.outdated is None else None
         if near is not None and (choice := self.stored(near, "heuristics", "shipped table")):
             return choice
         if self.outdated is not None:  # better than a guess, where nothing can be measured
@@ -272,6 +289,12 @@ class _Search:
             else:
                 return self.found(implementation, cfg, "heuristics")
         return None
+
+
+def _poorer(new: Stored, old: Stored) -> bool:
+    """Whether a run that its budget cut short knows less than an earlier one."""
+    cut = caches.CUT_SHORT in new.failures.values()
+    return cut and new.times_ms.keys() < old.times_ms.keys()
 
 
 def _cannot_measure(inv: Invocation, policy: policies.Policy) -> str | None:

@@ -8,12 +8,13 @@ import importlib.resources
 import json
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ejkernel.ops.config.cache import Stored
-from ejkernel.ops.core.kernel import Invocation
+from ejkernel.ops.core.kernel import Implementation, Invocation
 
 logger = logging.getLogger("ejkernel")
 
@@ -48,18 +49,18 @@ def slug(device: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in device.lower()).strip("_")
 
 
-def known(inv: Invocation) -> Stored | None:
+def known(inv: Invocation, able: Sequence[Implementation]) -> Stored | None:
     """The row of this very call, or of one that differs only within powers of two."""
     mine = inv.document
     found = rows(_model(inv), inv.kernel.name)
     for match in (lambda call: call, _bucketed):
         for row in found:
-            if match(_call(row.call)) == match(_call(mine)) and (stored := _stored(inv, row)):
+            if match(_call(row.call)) == match(_call(mine)) and (stored := _stored(inv, row, able)):
                 return stored
     return None
 
 
-def near(inv: Invocation) -> Stored | None:
+def near(inv: Invocation, able: Sequence[Implementation]) -> Stored | None:
     """The row of the nearest shape on this device, else on a device of the same architecture."""
     mine = _call(inv.document)
     for device in (_model(inv), *_siblings(inv)):
@@ -68,7 +69,7 @@ def near(inv: Invocation) -> Stored | None:
              if (distance := _distance(_call(row.call), mine)) <= _FAR)
         )  # fmt: skip
         for _, index in ranked:
-            if stored := _stored(inv, rows(device, inv.kernel.name)[index]):
+            if stored := _stored(inv, rows(device, inv.kernel.name)[index], able):
                 return stored
     return None
 
@@ -132,14 +133,17 @@ def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     return total
 
 
-def _stored(inv: Invocation, row: Row) -> Stored | None:
-    """What a row says, if its kernel is here in that version and takes the configuration."""
-    for implementation in inv.kernel.implementations(inv):
+def _stored(inv: Invocation, row: Row, able: Sequence[Implementation]) -> Stored | None:
+    """What a row says, if its kernel can serve the call in that version and configuration."""
+    for implementation in able:
         if (implementation.name, implementation.version) == (row.implementation, row.version):
             try:
                 config = implementation.decode(inv.call, inv.direction, row.config)
             except Exception as error:  # noqa: BLE001 - a table must not stop a call
                 logger.warning("a shipped configuration does not hold: %s", error)
+                return None
+            if (why := implementation.misfit(inv.call, inv.direction, config)) is not None:
+                logger.debug("a shipped configuration is for other calls: %s", why)
                 return None
             return Stored(row.implementation, row.version, config, row.times_ms, rivals=row.rivals)
     return None

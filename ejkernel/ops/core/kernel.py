@@ -7,12 +7,11 @@ from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
-import msgspec
 
 from ejkernel import _device
 from ejkernel._device import Target
 from ejkernel.ops.core.types import AbstractArgs, CallArgs, Cfg, Out, is_array
-from ejkernel.ops.utils import fingerprint
+from ejkernel.ops.utils import fingerprint, serialize
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -46,6 +45,8 @@ class Implementation:
     configure: Callable[[Any, str, Any], Any] = lambda args, direction, override: override
     # plain values read from disk -> a config, checked
     decode: Callable[[Any, str, Any], Any] = lambda args, direction, plain: plain
+    # why a config that served another call, or another kernel of this name, cannot serve this one
+    misfit: Callable[[Any, str, Any], str | None] = lambda args, direction, cfg: None
     # "rule": through `backward`; "jax": JAX differentiates `forward`
     derivative: str = "rule"
 
@@ -274,7 +275,16 @@ class Kernel(Generic[Cfg, Out]):
 
         def decode(args: CallArgs, direction: str, plain: Any) -> Cfg:
             guess = self.heuristic_cfg(dataclasses.replace(inv, direction=direction, call=args))
-            return msgspec.convert(plain, type(guess))
+            return serialize.from_builtins(plain, type(guess))
+
+        def misfit(args: CallArgs, direction: str, cfg: Any) -> str | None:
+            there = dataclasses.replace(inv, direction=direction, call=args)
+            own = [type(c) for c in self.candidate_cfgs(there)]
+            try:
+                own.append(type(self.heuristic_cfg(there)))
+            except NotImplementedError:
+                pass
+            return f"{cfg!r} is no config of {self.name}" if own and type(cfg) not in own else None
 
         def of_direction(method):
             def ask(args: CallArgs, direction: str):
@@ -289,6 +299,7 @@ class Kernel(Generic[Cfg, Out]):
             heuristic=of_direction(self.heuristic_cfg),
             candidates=of_direction(self.candidate_cfgs),
             decode=decode,
+            misfit=misfit,
             derivative="jax" if self.custom_vjp is None else "rule",
         )
 
@@ -301,7 +312,7 @@ def concrete_call(inv: Invocation) -> Any:
         return None
     wanted, found = inv.call.arrays(), call.arrays()
     alike = wanted.keys() == found.keys() and all(
-        (x.shape, x.dtype) == (found[n].shape, found[n].dtype)
+        (x.shape, x.dtype) == (found[n].shape, jax.dtypes.canonicalize_dtype(found[n].dtype))
         and is_array(found[n])
         and not isinstance(found[n], jax.core.Tracer)
         for n, x in wanted.items()

@@ -71,10 +71,12 @@ class Executor:
     def run(self, kernel: Kernel, call: dict[str, Any]) -> Any:
         """Runs a bound call; a call of a known kind costs one dictionary lookup."""
         leaves, tree = jax.tree.flatten(call)
-        arrays, statics, where = [], [], None
+        arrays, statics, where, eager = [], [], None, True
         for leaf in leaves:
             if isinstance(leaf, jax.Array):
-                if where is None and not isinstance(leaf, jax.core.Tracer):
+                if isinstance(leaf, jax.core.Tracer):
+                    eager = False
+                elif where is None:
                     where = leaf.sharding
                 arrays.append(leaf)
                 statics.append(_ARRAY)
@@ -88,12 +90,11 @@ class Executor:
         try:
             program = self._programs.get(key)
         except TypeError:  # an option that cannot be hashed: nothing to remember the program by
-            return self._program(kernel, leaves, tree, where).run(call, arrays, where is not None)
+            return self._program(kernel, leaves, tree, where).run(call, arrays, eager)
         if program is not None and program.holds(self.chooser):
-            return program.run(call, arrays, where is not None)
+            return program.run(call, arrays, eager)
         program = self._program(kernel, leaves, tree, where)
-        result = program.run(call, arrays, where is not None)  # remembered only if it works
-        program.generation = self.chooser.generation
+        result = program.run(call, arrays, eager)  # remembered only if it works
         if len(self._programs) >= _MAX_PROGRAMS:
             self._programs.pop(next(iter(self._programs)))
         self._programs[key] = program

@@ -2,24 +2,23 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
-import os
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ejkernel import _settings
 from ejkernel.ops.config import policy as policies
-from ejkernel.ops.config.cache import Stored
-from ejkernel.ops.core.kernel import FORWARD, Implementation, Invocation
-from ejkernel.ops.core.types import CallArgs
+from ejkernel.ops.config import table
+from ejkernel.ops.config.cache import CUT_SHORT, Stored
+from ejkernel.ops.core.kernel import Implementation, Invocation
 from ejkernel.ops.execution import benchmark
-from ejkernel.ops.utils import serialize
+from ejkernel.ops.execution.trial import Trial, name_of
 
 logger = logging.getLogger("ejkernel")
 
@@ -29,13 +28,12 @@ _NOISE = 0.01
 # The best and those within a tenth of it are measured again, in turns: a device's clock wanders.
 # A GPU runs long enough to lower its clock as it will in use: the more work, the more it does.
 _CLOSE, _FINALISTS, _ROUNDS, _SUSTAINED_MS = 0.1, 4, 3, 25.0
-_SAMPLED_ROWS = 64
+
+# among the failures of a run that did not come to its end
+_ENDED = "the process ended while this was measured"
+_ENDED_TWICE = f"{_ENDED}, twice"
 
 Candidate = tuple[Implementation, Any]
-
-
-class Rejected(Exception):
-    """A candidate that must not win, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +83,10 @@ class Tuner:
                 variations += [(implementation, config) for config in rest]
         # guesses before variations, so that a short budget has met every implementation
         made = guesses + variations
+        if (near := table.near(inv, implementations)) is not None:  # most likely the best
+            owner = next(i for i in implementations if i.name == near.implementation)
+            first = (owner, near.config)
+            made = [first, *(c for c in made if name_of(*c) != name_of(*first))]
         limit = self.max_candidates
         if limit is None and inv.target is not None and inv.target.kind == "cpu":
             limit = _CPU_CANDIDATES
@@ -108,74 +110,87 @@ class Tuner:
         if len(candidates) < 2:
             return Result(None, {}, "fewer than two candidates")
         rivals = {i.name: i.version for i in implementations}
+        run = _Run(inv, candidates, rivals, budget_s, save)
+        if known is not None:
+            run.times.update(known.times_ms)
+            run.tried.update(known.failures)
         precision = jax.config.jax_default_matmul_precision
-        x64, settings = jax.config.jax_enable_x64, _settings.current()
+        x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
+        settings = _settings.current()
 
         def work() -> Result:
             # a fresh thread has no trace and no mesh of the caller's; what the caller computes in
-            # and where results go must be the same
+            # and on, and where results go, must be the same
             with (
                 jax.default_matmul_precision(precision),
                 jax.enable_x64(x64),
+                jax.default_device(device),
                 _settings.using(settings),
+                policies.policy_override(autotune=False),
             ):
-                return self._measure(inv, candidates, budget_s, known, save, rivals)
+                return self._measure(run)
 
         with concurrent.futures.ThreadPoolExecutor(1, "ejkernel-tuner") as pool:
-            return pool.submit(work).result()
+            try:
+                return pool.submit(work).result()
+            finally:
+                run.stop.set()  # interrupted: the thread ends with the candidate it is at
 
-    def _measure(
-        self,
-        inv: Invocation,
-        candidates: list[Candidate],
-        budget_s: float,
-        known: Stored | None,
-        save: Callable[[Stored], None],
-        rivals: Mapping[str, int],
-    ) -> Result:
-        settings = _settings.current()
+    def _measure(self, run: "_Run") -> Result:
         logger.warning(
             "tuning %s (%s): %d candidates, at most %.0f s; EJKERNEL_AUTOTUNE_POLICY=heuristics "
             "turns this off",
-            inv.kernel.name,
-            inv.direction,
-            len(candidates),
-            budget_s,
+            run.inv.kernel.name,
+            run.inv.direction,
+            len(run.candidates),
+            run.budget_s,
         )
-        times = dict(known.times_ms) if known is not None else {}
-        failures: dict[str, str] = {}
-        clock = benchmark.Stopwatch(budget_s)
-        with policies.policy_override(autotune=False):
+        try:
+            trial = Trial(run.inv)
+        except Exception as error:  # noqa: BLE001 - tuning never stops a call
+            return Result(None, {}, f"no inputs to measure on: {_short(error)}")
+        finalists: list[Candidate] = []
+        try:
+            for done, candidate in enumerate(run.candidates):
+                _show_progress(run, done)
+                self._measure_one(run, trial, candidate, first=not done)
+            if not run.stop.is_set():
+                finalists = self._measure_again(run, trial)
+        finally:
+            trial.release()
+        _show_progress(run, len(run.candidates))
+        if not run.timed():
+            reason = f"all {len(run.candidates)} candidates failed"
+            return Result(None, run.failures, reason)
+        stored = run.best(complete=not run.stop.is_set(), among=finalists)
+        return Result(stored, run.failures)
+
+    def _measure_one(self, run: "_Run", trial: Trial, candidate: Candidate, first: bool) -> None:
+        name = name_of(*candidate)
+        if name in run.times:
+            trial.expect(*candidate)
+            return
+        earlier = run.tried.get(name)
+        if run.stop.is_set() or (run.clock.over and not first):
+            run.failures[name] = CUT_SHORT
+        elif earlier == _ENDED_TWICE:
+            run.failures[name] = _ENDED_TWICE
+        else:
+            if run.times:  # told before it starts: it may take the process with it
+                ending = {name: _ENDED_TWICE if earlier == _ENDED else _ENDED}
+                run.save(run.best(complete=False, more=ending))
+            least = min(run.times.values(), default=None)
             try:
-                trial = _Trial(inv)
-            except Exception as error:  # noqa: BLE001 - tuning never stops a call
-                return Result(None, {}, f"no inputs to measure on: {_short(error)}")
-            for done, (implementation, config) in enumerate(candidates):
-                _show_progress(inv, done, len(candidates), times)
-                name = name_of(implementation, config)
-                if name in times:
-                    trial.expect(implementation, config)
-                    continue
-                if clock.over and done:
-                    failures[name] = "not measured: the budget was used up"
-                    continue
-                best = min(times.values(), default=None)
-                try:
-                    times[name] = self._time(trial, implementation, config, clock, best)
-                except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
-                    failures[name] = _short(error)
-                if settings.log_autotune:
-                    logger.warning("  %s: %s", name, times.get(name, failures.get(name)))
-                if name in times:
-                    save(self._best(candidates, times, failures, rivals, complete=False))
-            self._measure_again(trial, candidates, times, max(clock.left, budget_s / 10))
-            _show_progress(inv, len(candidates), len(candidates), times)
-        if not any(name_of(*candidate) in times for candidate in candidates):
-            return Result(None, failures, f"all {len(candidates)} candidates failed")
-        return Result(self._best(candidates, times, failures, rivals, complete=True), failures)
+                run.times[name] = self._time(trial, *candidate, run.clock, least)
+            except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
+                run.failures[name] = _short(error)
+            else:
+                run.save(run.best(complete=False))
+            if _settings.current().log_autotune:
+                logger.warning("  %s: %s", name, run.times.get(name, run.failures.get(name)))
 
     def _time(
-        self, trial: "_Trial", implementation: Implementation, config: Any, clock: Any, best: Any
+        self, trial: Trial, implementation: Implementation, config: Any, clock: Any, best: Any
     ) -> float:
         trial.check_memory(implementation, config)
         trial.check(implementation, config)
@@ -190,191 +205,79 @@ class Tuner:
         )
         return timing.median
 
-    def _measure_again(
-        self,
-        trial: "_Trial",
-        candidates: list[Candidate],
-        times: dict[str, float],
-        budget_s: float,
-    ) -> None:
-        """Replaces the times of the best candidates by those of rounds in turns."""
-        timed = sorted(
-            (c for c in candidates if name_of(*c) in times), key=lambda c: times[name_of(*c)]
-        )
-        close = [
-            c for c in timed if times[name_of(*c)] <= times[name_of(*timed[0])] * (1 + _CLOSE)
-        ][:_FINALISTS]
+    def _measure_again(self, run: "_Run", trial: Trial) -> list[Candidate]:
+        """Replaces the times of the best candidates by those of rounds in turns; who they are."""
+        timed = sorted(run.timed(), key=run.time)
+        close = [c for c in timed if run.time(c) <= run.time(timed[0]) * (1 + _CLOSE)]
+        close = close[:_FINALISTS]
         if len(close) < 2:
-            return
+            return []
         sustained = 3e-3 * (_SUSTAINED_MS if jax.default_backend() != "cpu" else 0.0)
-        round_s = sum(max(4e-3 * times[name_of(*c)], sustained) for c in close)
-        clock = benchmark.Stopwatch(budget_s)
-        rounds: list[dict[str, float]] = []
-        while len(rounds) < _ROUNDS and round_s <= clock.left:
-            turn = (
-                close[::-1] if len(rounds) % 2 else close
-            )  # a hot neighbour slows whoever follows
-            try:
-                rounds.append({name_of(*c): self._time_again(trial, *c) for c in turn})
-            except Exception as error:  # noqa: BLE001 - tuning never stops a call
-                logger.debug("measuring again: %s", _short(error))
-                return
-        if rounds:
-            times |= {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+        round_s = sum(max(4e-3 * run.time(c), sustained) for c in close)
+        clock = benchmark.Stopwatch(max(run.clock.left, run.budget_s / 10))
+        seen: dict[str, list[float]] = {name_of(*c): [] for c in close}
+        for turn in range(_ROUNDS):
+            if round_s > clock.left:
+                break
+            # to and fro: a hot neighbour slows whoever follows
+            for candidate in close[::-1] if turn % 2 else close:
+                name = name_of(*candidate)
+                if name not in run.times:
+                    continue
+                try:
+                    seen[name].append(self._time_again(trial, *candidate))
+                except Exception as error:  # noqa: BLE001 - tuning never stops a call
+                    run.failures[name] = f"when measured again: {_short(error)}"
+                    del run.times[name]
+        measured = [c for c in close if name_of(*c) in run.times and seen[name_of(*c)]]
+        run.times |= {name_of(*c): statistics.median(seen[name_of(*c)]) for c in measured}
+        return measured
 
-    def _time_again(self, trial: "_Trial", implementation: Implementation, config: Any) -> float:
+    def _time_again(self, trial: Trial, implementation: Implementation, config: Any) -> float:
         together_ms = None if jax.default_backend() == "cpu" else _SUSTAINED_MS
         run = trial.run(implementation, config)
         return benchmark.measure(run, num_iters=2, together_ms=together_ms).median
 
-    def _best(
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """What a tuning run has found so far."""
+
+    inv: Invocation
+    candidates: list[Candidate]
+    rivals: Mapping[str, int]
+    budget_s: float
+    save: Callable[[Stored], None]
+    times: dict[str, float] = dataclasses.field(default_factory=dict)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    tried: dict[str, str] = dataclasses.field(default_factory=dict)  # failures of an earlier run
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @functools.cached_property
+    def clock(self) -> benchmark.Stopwatch:
+        return benchmark.Stopwatch(self.budget_s)
+
+    def time(self, candidate: Candidate) -> float:
+        return self.times[name_of(*candidate)]
+
+    def timed(self) -> list[Candidate]:
+        return [c for c in self.candidates if name_of(*c) in self.times]
+
+    def best(
         self,
-        candidates: list[Candidate],
-        times: dict[str, float],
-        failures: dict[str, str],
-        rivals: Mapping[str, int],
+        *,
         complete: bool,
+        among: Sequence[Candidate] = (),
+        more: Mapping[str, str] | None = None,
     ) -> Stored:
-        timed = [c for c in candidates if name_of(*c) in times]
-        least = min(times[name_of(*c)] for c in timed)
-        winner = next(c for c in timed if times[name_of(*c)] <= least * (1 + _NOISE))
+        """The best of all, or of those whose times compare, in the fixed order."""
+        timed = [c for c in self.timed() if not among or c in among]
+        least = min(map(self.time, timed))
+        winner, config = next(c for c in timed if self.time(c) <= least * (1 + _NOISE))
+        failures = {**self.failures, **(more or {})}
         return Stored(
-            winner[0].name,
-            winner[0].version,
-            winner[1],
-            dict(times),
-            dict(failures),
-            complete,
-            rivals,
+            winner.name, winner.version, config, dict(self.times), failures, complete, self.rivals
         )
-
-
-class _Trial:
-    """The inputs of a measurement, and the numbers that a candidate must give."""
-
-    def __init__(self, inv: Invocation):
-        self.inv = inv
-        self._free = free_memory()
-        self.args = inv.kernel.example_inputs(inv)
-        if isinstance(self.args, tuple | list):  # plain positional arguments of a user's kernel
-            self.args = CallArgs.of(tuple(self.args), inv.kwargs)
-        self._check(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.args)), "arrays")
-        self._finite_inputs = all(
-            bool(jnp.isfinite(x).all())
-            for x in jax.tree.leaves(self.args)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-        )
-        self._programs: dict[str, Callable[[], Any]] = {}
-        self._residuals: Any = None
-        self._expected: Any = None
-
-    def run(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
-        """A compiled call of a candidate at full size."""
-        name = name_of(implementation, config)
-        if name not in self._programs:
-            self._programs[name] = self._build(implementation, config)
-        return self._programs[name]
-
-    def _build(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
-        if self.inv.direction == FORWARD:
-            program = jax.jit(lambda args: implementation.forward(args, config)[0])
-            return lambda: program(self.args)
-        outputs, residuals, cotangents = self._saved()
-        program = jax.jit(
-            lambda args, outputs, residuals, cotangents: implementation.backward(
-                args, config, outputs, residuals, cotangents, self.inv.wanted
-            )
-        )
-        return lambda: program(self.args, outputs, residuals, cotangents)
-
-    def check(self, implementation: Implementation, config: Any) -> None:
-        """Raises unless a candidate agrees with the oracle on a small twin, and with the others."""
-        reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
-        if reason is not None:
-            raise Rejected(reason)
-        outputs = jax.tree.leaves(self.run(implementation, config)())
-        rows, epsilons = [_sample(x) for x in outputs], [_epsilon(x.dtype) for x in outputs]
-        if self._finite_inputs and any(np.isnan(x).any() for x in rows):
-            raise Rejected("gives nan on finite inputs")
-        if self._expected is None:
-            self._expected = rows
-            return
-        for expected, row, epsilon in zip(self._expected, rows, epsilons, strict=True):
-            finite = np.isfinite(expected)
-            allowed = 64 * epsilon * np.abs(expected[finite]).max(initial=0.0)
-            same = np.array_equal(row[~finite], expected[~finite], equal_nan=True)
-            error = np.abs(row[finite] - expected[finite]).max(initial=0.0)
-            if not same or not error <= allowed:
-                raise Rejected("disagrees with the other candidates at full size")
-
-    def check_memory(self, implementation: Implementation, config: Any) -> None:
-        """Raises, before anything is compiled, for a config that would fill the device."""
-        needed = implementation.memory(self.args, self.inv.direction, config)
-        if needed is not None:
-            self._check(needed, "temporaries")
-
-    def _check(self, needed: int, what: str) -> None:
-        if self._free is not None and needed > self._free / 2:
-            raise Rejected(
-                f"skipped: its {what} take {needed >> 20} MiB of {self._free >> 20} MiB free"
-            )
-
-    def expect(self, implementation: Implementation, config: Any) -> None:
-        """Takes a candidate that was measured before as the one the others are compared with."""
-        if self._expected is None:
-            try:
-                self.check(implementation, config)
-            except Exception as error:  # noqa: BLE001 - then another one will be the first
-                logger.debug("%s: %s", name_of(implementation, config), error)
-
-    def _saved(self) -> tuple[Any, Any, Any]:
-        """Outputs and residuals of a forward, and cotangents, for timing a backward."""
-        if self._residuals is None:
-            inv = dataclasses.replace(self.inv, direction=FORWARD, wanted=frozenset())
-            implementation = next(
-                i for i in inv.kernel.implementations(inv) if i.why_not(inv.call, FORWARD) is None
-            )
-            config = implementation.heuristic(inv.call, FORWARD)
-            outputs, residuals = jax.jit(lambda args: implementation.forward(args, config))(
-                self.args
-            )
-            leaves = jax.tree.leaves(outputs)
-            keys = jax.random.split(jax.random.key(1), max(len(leaves), 1))
-            cotangents = tuple(
-                jax.random.normal(k, o.shape, np.float32).astype(o.dtype)
-                for k, o in zip(keys, leaves, strict=False)
-            )
-            self._residuals = (tuple(leaves), residuals, cotangents)
-        return self._residuals
-
-
-def _sample(x: Any) -> np.ndarray:
-    """Up to 64 rows of an array, in float64 for the comparison."""
-    rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
-    index = np.linspace(0, max(len(rows) - 1, 0), min(len(rows), _SAMPLED_ROWS)).astype(int)
-    return np.asarray(rows[index]).astype(np.float64)
-
-
-def _epsilon(dtype: Any) -> float:
-    # 64 roundings of float32; of a half-width type, one in the last bit
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return 0.0
-    return float(jnp.finfo(dtype).eps) * (1.0 if jnp.dtype(dtype).itemsize >= 4 else 1 / 32)
-
-
-def free_memory() -> int | None:
-    """Bytes free on the default device, if it tells."""
-    stats = jax.devices()[0].memory_stats() if jax.devices()[0].platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
-    if jax.devices()[0].platform == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def name_of(implementation: Implementation, config: Any) -> str:
-    """A candidate's name in records and logs."""
-    return f"{implementation.name} {serialize.stable_json(serialize.describe(config))}"
 
 
 def _short(error: BaseException) -> str:
@@ -382,12 +285,13 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
 
 
-def _show_progress(inv: Invocation, done: int, total: int, times: dict[str, float]) -> None:
+def _show_progress(run: _Run, done: int) -> None:
     """One line that is written over, on a terminal only."""
     if not sys.stderr.isatty():
         return
-    bar = "#" * done + "." * (total - done)
-    best = f"best {min(times.values()):.3g} ms" if times else ""
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\rtuning {inv.kernel.name} ({inv.direction}) [{bar}] {best:<16}{end}")
+    bar = "#" * done + "." * (len(run.candidates) - done)
+    best = f"best {min(run.times.values()):.3g} ms" if run.times else ""
+    end = "\n" if done == len(run.candidates) else ""
+    what = f"{run.inv.kernel.name} ({run.inv.direction})"
+    sys.stderr.write(f"\rtuning {what} [{bar}] {best:<16}{end}")
     sys.stderr.flush()

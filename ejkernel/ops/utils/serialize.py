@@ -69,6 +69,15 @@ def from_json(text: str, cls: type) -> Any:
     return msgspec.json.decode(text, type=cls, dec_hook=_decode)
 
 
+def from_builtins(plain: Any, cls: type) -> Any:
+    """The value of type `cls` that `to_builtins` gave; unknown fields are refused."""
+    if dataclasses.is_dataclass(cls) and isinstance(plain, dict):
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(plain) - known):
+            raise ValueError(f"`{cls.__name__}` has no {unknown}")
+    return msgspec.convert(plain, cls, dec_hook=_decode)
+
+
 def _decode(cls: type, plain: Any) -> Any:
     """Types that JSON does not have: dtypes by name, arrays by shape, dtype and data."""
     if issubclass(cls, np.dtype):

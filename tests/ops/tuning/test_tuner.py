@@ -36,9 +36,10 @@ from ejkernel.ops import (
     autotune,
     policy_override,
 )
+from ejkernel.ops.config import table
 from ejkernel.ops.config.cache import Stored
-from ejkernel.ops.execution import tuning
-from ejkernel.ops.execution.tuning import name_of
+from ejkernel.ops.execution import trial
+from ejkernel.ops.execution.trial import name_of
 
 ROOT = pathlib.Path(__file__).parents[3]
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -358,10 +359,30 @@ def test_a_short_budget_is_not_spent_on_measuring_again():
     assert chain.last.cfg == Config("fine")
 
 
-def test_measuring_again_never_stops_a_call():
-    tuner = Second({}, good=1.0, fine=1.05)  # a KeyError
+def test_a_candidate_that_fails_when_measured_again_is_out():
+    tuner = Second({"good": [1.0] * 3}, good=1.05, fine=1.0)  # "fine" raises a KeyError
     chain = Notes(tuner=tuner)
     assert_allclose(Executor(chain)(Double("fine", "good"), X), 2 * X, rtol=1e-6)
+    assert chain.last.cfg == Config("good")
+    assert tuner.again == ["fine", "good", "good", "good"]
+    assert "when measured again: KeyError" in chain.failed()["fine"]
+
+
+def test_measuring_again_never_stops_a_call():
+    chain = Notes(tuner=Second({}, good=1.0, fine=1.05))
+    assert_allclose(Executor(chain)(Double("fine", "good"), X), 2 * X, rtol=1e-6)
+    assert (chain.last.source, chain.last.cfg) == ("heuristics", Config("fine"))
+
+
+def test_times_of_the_first_round_do_not_compete_with_later_ones():
+    ways = ("good", "fine", "third", "sleepy", "slow")
+    first = dict(zip(ways, (1.0, 1.01, 1.02, 1.03, 1.04), strict=True))
+    later = {way: [first[way] * 1.2] * 3 for way in ways[:4]}  # the device has become warm
+    tuner = Second(later, **first)
+    tuner.max_candidates = 5
+    chain = Notes(tuner=tuner)
+    Executor(chain)(Double(*ways), X)
+    assert "slow" not in tuner.again
     assert chain.last.cfg == Config("good")
 
 
@@ -373,6 +394,15 @@ def test_the_guess_comes_first_wherever_it_stands_in_the_space():
     chain = Notes(tuner=Told(good=1.0, fine=1.0, third=1.0))
     Executor(chain)(LastGuess("good", "fine", "third"), X)
     assert chain.last.cfg == Config("third")
+
+
+def test_the_nearest_shipped_row_is_measured_first(monkeypatch):
+    near = Stored("run/any", 1, Config("third"))
+    monkeypatch.setattr(table, "near", lambda inv, able: near)
+    chain = Notes()
+    inv = Executor(chain).invocation(Double("good", "fine", "third"), X)
+    made = chain._get_tuner().candidates(inv, inv.kernel.implementations(inv))
+    assert [config.way for _, config in made] == ["third", "good", "fine"]
 
 
 def test_one_line_is_logged_for_a_key(chain, caplog):
@@ -831,7 +861,7 @@ def test_flash_attention_is_tuned_and_known_to_the_next_process(tmp_path):
 
 
 def test_a_config_that_would_fill_the_memory_is_skipped_before_it_is_compiled(monkeypatch):
-    monkeypatch.setattr(tuning, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(trial, "free_memory", lambda: 1 << 20)
     q, k, v = (
         jax.random.normal(key, (1, 300, 1, 16)) for key in jax.random.split(jax.random.key(1), 3)
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ejkernel._device import Target
 from ejkernel.kernels._cudnn.flash_attention import fused, private, public
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
@@ -25,6 +26,27 @@ def _common(args: Any) -> str | None:
         return f"needs a window that ends at the query; got {args.sliding_window}"
     if right == 0 and t != s:
         return f"aligns causal masks top-left: needs equal lengths; got {t} and {s}"
+    return None
+
+
+def _device_requires(args: Any, target: Target) -> str | None:
+    """What JAX's own function checks before it lowers cuDNN's attention."""
+    if target.capability is None:  # a device that is only named
+        return "needs a GPU of NVIDIA" if target.model.startswith("AMD") else None
+    try:
+        capability = tuple(int(x) for x in target.capability.split("."))
+    except ValueError:
+        return f"needs a GPU of NVIDIA; this is {target.model} ({target.capability})"
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 or later; this is {target.capability}"
+    d, e = args.query.shape[-1], args.value.shape[-1]
+    if capability < (9, 0) and (max(d, e) > 128 or d != e):
+        return (
+            "before compute capability 9.0 needs head sizes of at most 128, the same for values; "
+            f"got {d} and {e}"
+        )
+    if d != e and (version := private.cudnn_version()) is not None and version < 91000:
+        return f"needs cuDNN 9.10 for values of another size; this is {version}"
     return None
 
 
@@ -57,6 +79,7 @@ kernel_registry.register(
     # lengths are not in it: what lies beyond them leaks when it is nan
     honours={"causal", "softmax_scale", "sliding_window", "bias", "return_lse"},
     requires=_fused_requires,
+    device_requires=_device_requires,
     backward=fused.backward,
     backward_requires=_backward_requires,
 )(fused.forward)
@@ -67,5 +90,6 @@ kernel_registry.register(
     priority=-1,
     honours={"causal", "softmax_scale", "sliding_window"},
     requires=_public_requires,
+    device_requires=_device_requires,
     derivative="jax",
 )(public.forward)

@@ -32,6 +32,17 @@ def library() -> Any:
 
 
 @functools.cache
+def cudnn_version() -> int | None:
+    """The version of cuDNN that JAX runs with, as 91000 for 9.10; None where it does not tell."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return int(cuda_versions.cudnn_get_version())
+    except (ImportError, AttributeError, RuntimeError):  # no plugin here
+        return None
+
+
+@functools.cache
 def _extra() -> dict[str, Any]:
     """Parameters that newer versions want."""
     rule = inspect.signature(library()._dot_product_attention_fwd_rule).parameters

@@ -193,6 +193,14 @@ def _short(args: Any, cfg: Config) -> Config:
     return dataclasses.replace(cfg, **sizes)
 
 
+def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
+    """Why a config of another call cannot serve this one."""
+    needed, limit = shared_bytes(args, direction, cfg, target), shared_limit(target)
+    if needed > limit and cfg not in candidates(args, direction, target):
+        return f"{cfg} takes about {needed} bytes of shared memory, of {limit}"
+    return None
+
+
 def heuristic(args: Any, direction: str, target: Target) -> Config:
     """The first guess that fits."""
     return candidates(args, direction, target)[0]
