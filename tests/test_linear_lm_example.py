@@ -23,6 +23,7 @@ def test_it_learns_and_generates(example, capsys):
     assert shown.splitlines()[-1] != example.TEXT[:16]
 
 
+@pytest.mark.slow  # the way out of a failure; the success is tested above
 def test_it_fails_when_the_loss_does_not_fall(example):
     with pytest.raises(AssertionError, match="the loss fell"):
         example.main(["--steps", "1"])

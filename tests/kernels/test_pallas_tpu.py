@@ -352,7 +352,9 @@ def abstract(shape, more, dtype):
 
 @needs_libtpu
 @pytest.mark.usefixtures("_uncached")
-@pytest.mark.parametrize("options", ["causal", "all_static", "all_dynamic"])
+@pytest.mark.parametrize(
+    "options", [pytest.param("causal", marks=pytest.mark.slow), "all_static", "all_dynamic"]
+)
 def test_libtpu_compiles_the_first_guess(options):
     assert compile_for("v5e", options, "bfloat16") == 2
 

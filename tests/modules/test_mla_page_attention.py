@@ -64,7 +64,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "plain" else []) for n in OPTIONS]
+    "name", [pytest.param(n, marks=[] if n == "everything" else pytest.mark.slow) for n in OPTIONS]
 )
 def test_equals_latent_attention_of_packed_sequences(name):
     """The caller multiplies w_kc into queries and w_vc into outputs; the rest is the same."""
