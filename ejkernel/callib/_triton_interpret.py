@@ -73,9 +73,9 @@ def _interpreted_language() -> Iterator[None]:
 
     with contextlib.suppress(ImportError):  # Triton imports it later on, and wants them unpatched
         import triton.experimental.gluon  # noqa: F401
-    core = tl.core
+    core, builder = tl.core, interpreter.InterpreterBuilder
     places = (tl, core, tl.math, tl.standard, core.tensor, core.dtype, core.condition)
-    kept = [(place, dict(vars(place))) for place in (*places, core.tensor_descriptor_base)]
+    kept = [(place, dict(vars(place))) for place in (*places, core.tensor_descriptor_base, builder)]
     twins = [  # of the functions that Triton itself writes in Triton
         (module, name, _twin(value))
         for module in (tl, tl.standard)
@@ -89,11 +89,76 @@ def _interpreted_language() -> Iterator[None]:
             setattr(module, name, twin)
         patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
         interpreter._patch_lang = lambda fn: nothing
+        for name, method in _with_bfloat16(builder).items():
+            setattr(builder, name, method)
         yield
     finally:
         interpreter._patch_lang = patch
         for place, content in kept:
             _put_back(place, content)
+
+
+def _is_bits(x: Any) -> bool:
+    import triton.language as tl
+
+    return x.dtype.scalar == tl.bfloat16
+
+
+def _wide(x: Any) -> Any:
+    """A tensor of the interpreter, as float32 if it is kept as the bits of bfloat16."""
+    import ml_dtypes
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if not _is_bits(x):
+        return x
+    return TensorHandle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
+
+
+def _narrow(x: Any) -> Any:
+    """Bits of bfloat16; what a comparison gave stays."""
+    import ml_dtypes
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if not np.issubdtype(x.data.dtype, np.floating):
+        return x
+    return TensorHandle(x.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+
+
+def _with_bfloat16(builder: Any) -> dict[str, Any]:
+    """Methods of the interpreter, which computes with the bits of bfloat16, mended."""
+    import triton.language as tl
+
+    names = ("create_dot", "cast_impl", "create_fp_to_fp", "binary_op", "unary_op")
+    dot, cast, convert, binary, unary = (getattr(builder, name) for name in names)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
+        return dot(self, _wide(a), _wide(b), d, *more)
+
+    def cast_impl(self: Any, x: Any, kind: Any) -> Any:
+        if kind.scalar == tl.bfloat16:
+            return x if _is_bits(x) else _narrow(cast(self, x, tl.float32))
+        return cast(self, _wide(x), kind)
+
+    def create_fp_to_fp(self: Any, x: Any, kind: Any, rounding: Any) -> Any:
+        if _is_bits(x) or (kind.scalar == tl.bfloat16 and "RTZ" not in str(rounding)):
+            return cast_impl(self, x, kind)
+        return convert(self, x, kind, rounding)
+
+    def binary_op(self: Any, x: Any, y: Any, op: Any) -> Any:
+        made = binary(self, _wide(x), _wide(y), op)
+        return _narrow(made) if _is_bits(x) or _is_bits(y) else made
+
+    def unary_op(self: Any, x: Any, op: Any) -> Any:
+        made = unary(self, _wide(x), op)
+        return _narrow(made) if _is_bits(x) else made
+
+    def get_bf16(self: Any, value: float) -> Any:  # not there in Triton 3.6
+        return _narrow(self.get_fp32(value))
+
+    mended = (create_dot, cast_impl, create_fp_to_fp, binary_op, unary_op)
+    return dict(zip(names, mended, strict=True)) | {"get_bf16": get_bf16}
 
 
 def _put_back(place: Any, content: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ def sink_terms(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
     finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
     weights = jnp.exp(sinks[None, :, None, :] - finite[..., None])  # [b, h, t, n]
     terms = (-weights * delta[..., None]).transpose(0, 2, 1, 3)
-    return terms.reshape(-1, *sinks.shape)
+    return terms.reshape(terms[..., 0].size // sinks.shape[0] if sinks.size else 0, *sinks.shape)
 
 
 def sink_gradient(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:

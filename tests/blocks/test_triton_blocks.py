@@ -44,7 +44,7 @@ ROWS, KEYS, WIDTH, CHUNKS = 4, 16, 4, 3
 def softmax_kernel(
     x, chunk, values, sinks, num_sinks, out, lse, weights,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
-    UNITS: tl.constexpr, GUARD: tl.constexpr,
+    UNITS: tl.constexpr,
 ):  # fmt: skip
     """Attention over the keys of one chunk after another, then the weights from the logsumexp."""
     o_r = tl.arange(0, ROWS)
@@ -58,7 +58,7 @@ def softmax_kernel(
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for c in range(CHUNKS):
         part = tl.where((b_c == c)[None, :], b_x, float("-inf"))
-        m, l, p, alpha = softmax.update(m, l, part, UNITS, GUARD)
+        m, l, p, alpha = softmax.update(m, l, part, UNITS)
         acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * b_v[None, :, :], 1)
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks, num_sinks, 4)
@@ -71,7 +71,7 @@ def softmax_kernel(
     tl.store(weights + o_r[:, None] * KEYS + o_k[None, :], p)
 
 
-def in_chunks(logits, chunk, values, sinks=None, scale=1.0, guard=True):
+def in_chunks(logits, chunk, values, sinks=None, scale=1.0):
     """`logits` in natural units; the kernel gets them divided by `scale`."""
     return triton_call(
         softmax_kernel,
@@ -87,7 +87,6 @@ def in_chunks(logits, chunk, values, sinks=None, scale=1.0, guard=True):
         WIDTH=WIDTH,
         CHUNKS=CHUNKS,
         UNITS=scale * 1.4426950408889634,
-        GUARD=guard,
     )
 
 
@@ -150,15 +149,6 @@ def test_chunking_never_changes_the_answer(seed, chunk, hide, offset, sinks):
 def test_logits_may_be_in_any_units(scale):
     logits, chunk, values = make(7, hide=3)
     assert_same(in_chunks(logits, chunk, values, scale=scale), at_once(logits, values))
-
-
-def test_rows_that_always_have_a_key_need_no_guard():
-    logits, chunk, values = make(8, hide=0)
-    one = np.zeros(KEYS)
-    guarded = in_chunks(logits, one, values)[:2]
-    for at in (one, chunk):
-        found = in_chunks(logits, at, values, guard=False)[:2]
-        assert_same(found, guarded)
 
 
 def test_a_key_that_is_not_a_number_spoils_its_row_only():
@@ -294,6 +284,7 @@ NEAR_THE_LIMITS = {
     "greatest": LIMIT - 1 - np.arange(8),
     "least": np.arange(8) - LIMIT,
     "far": np.asarray([0, 1, 5, 100, LIMIT - 1, LIMIT - 2, 2**30, 7]),
+    "both": np.asarray([-LIMIT, -1, 0, LIMIT - 1, 5, 1 - LIMIT, LIMIT - 2, -7]),
 }
 
 

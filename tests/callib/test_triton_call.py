@@ -141,10 +141,29 @@ def test_an_empty_grid_leaves_aliased_memory_as_it_was():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_memory_that_nobody_wrote_is_nan(dtype):
-    if dtype == "bfloat16" and triton.__version__.startswith("3.6"):
-        pytest.skip("Triton 3.6 does not interpret bfloat16")
     assert np.isnan(np.asarray(add_one(jnp.zeros(4, dtype), n=0), np.float32)).all()
     assert np.isnan(add_one(jnp.zeros(4))).all()  # and so is what is made of it
+
+
+@triton.jit
+def mixed_kernel(a, b, out, narrow, N: tl.constexpr):
+    o = tl.arange(0, N)
+    square = o[:, None] * N + o[None, :]
+    b_a, b_b = tl.load(a + square), tl.load(b + square)
+    made = tl.dot(b_a, b_b)
+    tl.store(out + square, made)
+    tl.store(narrow + square, tl.where(b_a > b_b, -(b_a * b_b), b_a + made.to(tl.bfloat16)))
+
+
+def test_bfloat16_is_interpreted_as_numbers():
+    n = 16
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+    kinds = [jax.ShapeDtypeStruct((n, n), kind) for kind in (jnp.float32, jnp.bfloat16)]
+    out, narrow = triton_call(mixed_kernel, a, b, grid=(1,), out_shape=kinds, N=n)
+    dot = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    np.testing.assert_allclose(out, dot, rtol=1e-5, atol=1e-5)
+    expected = jnp.where(a > b, -(a * b), a + jnp.asarray(out).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(narrow, np.float32), np.asarray(expected, np.float32))
 
 
 def test_integers_that_nobody_wrote_stand_out():

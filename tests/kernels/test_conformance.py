@@ -16,13 +16,6 @@ ON_XLA = [row for row in CORE if row[1] == "xla/any"]
 ON_XLA_HALVES = [row for row in ON_XLA if row in HALVES]
 
 
-def skip_unless_exact(op, entry_name, dtype):
-    """Triton's interpreter keeps bfloat16 as bits and rounds it otherwise than a device."""
-    entry = harness.find_entry(op, entry_name)
-    if dtype == "bfloat16" and entry.platform == "triton" and harness.interpreted(entry):
-        pytest.skip("bfloat16 needs the device")
-
-
 def check(op, entry_name, case, dtype, kind):
     entry, made = harness.find_entry(op, entry_name), harness.problem(op, case, dtype)
     if entry.why_not(made.args) is not None:
@@ -66,7 +59,6 @@ def in_halves():
 
 @pytest.mark.parametrize(("op", "entry", "case", "dtype"), list(in_halves()))
 def test_matches_oracle_in_half_precision(op, entry, case, dtype):
-    skip_unless_exact(op, entry, dtype)
     check(op, entry, case, dtype, "testing")
 
 
@@ -75,7 +67,6 @@ def test_matches_oracle_in_half_precision(op, entry, case, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("op", "entry", "case"), harness.marked(CORE + REST))
 def test_matches_oracle_everywhere(op, entry, case, dtype, kind):
-    skip_unless_exact(op, entry, dtype)
     check(op, entry, case, dtype, kind)
 
 

@@ -19,6 +19,9 @@ ENTRIES = [
 pytestmark = pytest.mark.parametrize("entry_name", ENTRIES)
 
 
+IDS = np.repeat(np.arange(3), (13, 14, 13))[None]
+
+
 def arrays(batch, t, s, heads, groups, d, e, seed=0):
     keys = jax.random.split(jax.random.key(seed), 3)
     return {
@@ -187,6 +190,68 @@ def test_garbage_in_a_visible_key_shows(entry_name):
         expected = np.zeros((1, 24, 2), bool)
         expected[(slice(None),) if name != "query" else (0, 3, 0)] = True
         np.testing.assert_array_equal(spoiled, expected)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"q_segment_ids": IDS, "kv_segment_ids": IDS}]
+)
+def test_garbage_in_a_visible_cotangent_shows(entry_name, options, garbage):
+    args = make(arrays(1, 40, 40, 2, 1, 8, 8) | options)
+    entry = harness.find_entry(OP, entry_name)
+    if (reason := entry.why_not(args)) is not None:
+        pytest.skip(f"refused: {reason}")
+    made = harness.solve(SPEC, args)
+    dirty = (made.cotangents[0].at[0, 20, 0, 3].set(garbage),)
+    cfg = harness.configs(entry, args, "testing")
+    actual = harness.run_entry(entry, dataclasses.replace(made, cotangents=dirty), cfg)
+    seen = np.arange(40) <= 20 if "causal" in options else IDS[0] == IDS[0, 20]
+    for name in ("key", "value"):
+        spoiled = ~np.isfinite(actual.gradients[name]).all(axis=(0, 2, 3))
+        np.testing.assert_array_equal(spoiled, seen)
+
+
+def test_products_that_overflow_downwards_weigh_nothing(entry_name):
+    """The first keys have logits of -inf without being hidden; those of the others differ much."""
+    values = arrays(1, 48, 64, 2, 1, 8, 8)  # whole blocks: no mask anywhere
+    values["query"] = values["query"].at[..., 0].set(1e20)
+    values["key"] = values["key"].at[..., 0].set(0.0).at[:, :32, :, 0].set(-1e20)
+    values["key"] = values["key"].at[:, 40:].multiply(60.0)
+    for options in ({}, {"alibi_slopes": jnp.full(2, 0.01)}):
+        hidden = np.arange(64)[None, None, None, :] >= 32
+        made = harness.solve(SPEC, make(values | options | {"attention_mask": hidden}))
+        actual, _ = run(entry_name, make(values | options), made)
+        out, oracle, naive = (x.outputs["out"] for x in (actual, made.oracle, made.naive))
+        assert _oracle.compare(out, oracle, naive, float(jnp.finfo(jnp.float32).eps)) is None
+
+
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (4, 5)])
+@pytest.mark.parametrize(("of_queries", "of_keys"), [(LEAST, MOST), (-1, MOST), (MOST, LEAST)])
+def test_positions_at_the_ends_of_32_bits(entry_name, of_queries, of_keys, window):
+    q_pos, k_pos = (np.arange(40, dtype=np.int32)[None].copy() for _ in range(2))
+    q_pos[:, 30:], k_pos[:, 20:25] = of_queries, of_keys
+    values = arrays(1, 40, 40, 2, 1, 8, 8) | {"sliding_window": window, "return_lse": True}
+    made = harness.solve(SPEC, make(values | {"q_positions": q_pos, "kv_positions": k_pos}))
+    actual, _ = run(entry_name, made.args, made)
+    harness.assert_close_to_oracle(actual, made)
+
+
+@pytest.mark.parametrize("cap", [1e-3, 50.0, 1e5])
+def test_soft_caps_of_any_size_in_half_precision(entry_name, cap):
+    values = {n: x.astype(jnp.float16) for n, x in arrays(1, 40, 40, 2, 1, 8, 8).items()}
+    args = make(values | {"logits_soft_cap": cap, "sliding_window": (9, 0), "return_lse": True})
+    actual, made = run(entry_name, args)
+    harness.assert_close_to_oracle(actual, made)
+
+
+def test_no_sinks_at_all(entry_name):
+    values = arrays(1, 20, 20, 2, 1, 8, 8)
+    actual, made = run(entry_name, make(values | {"softmax_aux": jnp.zeros((2, 0))}))
+    harness.assert_close_to_oracle(actual, made)
+    assert actual.gradients["softmax_aux"].shape == (2, 0)
 
 
 def test_rows_without_a_key_give_nothing(entry_name):

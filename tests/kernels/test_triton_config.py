@@ -2,10 +2,12 @@
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._triton.flash_attention import config
 
 OWN = {"dq_block_q": 128, "dq_block_k": 32, "dq_warps": 8, "dq_stages": 3}
@@ -45,3 +47,13 @@ def test_backward_over_queries_may_have_sizes_of_its_own():
 def test_settings_of_the_caller_hold_for_both_passes():
     made = config.from_params(make(**OWN), {"block_q": 32})
     assert made == make(block_q=32)
+
+
+def test_small_tiles_are_refused_with_dropout():
+    q = jnp.zeros((1, 64, 2, 16), jnp.float16)
+    spec = kernel_registry.spec("flash_attention")
+    values = {"query": q, "key": q, "value": q, "dropout_prob": 0.5, "dropout_seed": 1}
+    args = spec.canonicalize(spec.unpack(spec.complete(values)))
+    config.check(args, make(block_k=32))
+    with pytest.raises(ValueError, match="at least 32 queries and keys; got 64 and 16"):
+        config.check(args, make())

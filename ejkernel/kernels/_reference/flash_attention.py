@@ -76,9 +76,9 @@ def _positions(args, batch, t, s):
             k_pos[row, k0 : k0 + len_k] = np.arange(len_k)
             visible[row, 0, q0 : q0 + len_q, k0 : k0 + len_k] = True
     if args.q_positions is not None:
-        q_pos = np.broadcast_to(args.q_positions, (batch, t))
+        q_pos = np.broadcast_to(np.asarray(args.q_positions, np.int64), (batch, t))
     if args.kv_positions is not None:
-        k_pos = np.broadcast_to(args.kv_positions, (batch, s))
+        k_pos = np.broadcast_to(np.asarray(args.kv_positions, np.int64), (batch, s))
     return q_pos, k_pos, visible
 
 

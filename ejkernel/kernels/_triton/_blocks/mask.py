@@ -10,18 +10,19 @@ def near(
 ):  # fmt: skip
     """Pairs inside a window; positions are expanded against each other.
 
-    ROOMY: a limit added to a position fits into 32 bits, which takes fewer instructions a pair.
+    ROOMY: a limit added to a position fits into 32 bits. Elsewhere it stops at their ends.
     """
     if ROOMY:
-        low, high, x = q_pos - left, q_pos + right, k_pos
+        low, high = q_pos - left, q_pos + right
     else:
-        low, high, x = -left, right, k_pos - q_pos
+        low = tl.maximum(q_pos, -2147483648 + left) - left
+        high = tl.minimum(q_pos, 2147483647 - right) + right
     if LEFT and RIGHT:
-        return (x <= high) & (x >= low)
+        return (k_pos <= high) & (k_pos >= low)
     elif RIGHT:
-        return x <= high
+        return k_pos <= high
     else:
-        return x >= low
+        return k_pos >= low
 
 
 @triton.jit

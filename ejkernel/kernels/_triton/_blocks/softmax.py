@@ -8,9 +8,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def shift(m):
+def shift(m, ORIGIN: tl.constexpr = 0.0):
     """The running maximum where there is one: a row that saw only masked keys has -inf."""
-    return tl.where(m == float("-inf"), 0.0, m)
+    return tl.where(m == float("-inf"), ORIGIN, m)
 
 
 @triton.jit
@@ -20,16 +20,14 @@ def base(lse, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def update(m, l, x, UNITS: tl.constexpr, GUARD: tl.constexpr):
+def update(m, l, x, UNITS: tl.constexpr):
     """Folds a tile of logits x into the maximum and sum of its rows; weights and rescaling too.
 
-    Logits are in units of 1 / UNITS bits, UNITS > 0. GUARD: a row may have no finite logit yet.
+    Logits are in units of 1 / UNITS bits, UNITS > 0. A row may have no finite logit yet: masks hide
+    some, and products overflow.
     """
     m_new = tl.maximum(m, tl.max(x, 1) * UNITS)
-    if GUARD:
-        reference = shift(m_new)
-    else:
-        reference = m_new
+    reference = shift(m_new)
     p = tl.math.exp2(x * UNITS - reference[:, None])  # [BQ, BK]
     alpha = tl.math.exp2(m - reference)  # [BQ]
     return m_new, l * alpha + tl.sum(p, 1), p, alpha

@@ -101,16 +101,17 @@ def block_table_kernel(
     num_blocks = tl.cdiv(num, SIZE)
     num_blocks_s = tl.cdiv(num_s, SIZE_S)
     i_b = tl.program_id(0) // num_blocks
+    wide_b = i_b.to(tl.int64)
     i = tl.program_id(0) % num_blocks
     if IDS >= 1:
-        ids += i_b * step_i
-        ids_s += i_b * step_i_s
+        ids += wide_b * step_i
+        ids_s += wide_b * step_i_s
     if IDS >= 2:
-        ids_2 += i_b * step_i_2
-        ids_s_2 += i_b * step_i_s_2
+        ids_2 += wide_b * step_i_2
+        ids_s_2 += wide_b * step_i_s_2
     if POSITIONS:
-        positions += i_b * step_p
-        positions_s += i_b * step_p_s
+        positions += wide_b * step_p
+        positions_s += wide_b * step_p_s
     h_whole, h_low, h_high, h_low_2, h_high_2, h_first, h_last = _extents(
         ids, ids_2, positions, i * SIZE, num, offset, 1, SIZE, IDS, POSITIONS
     )

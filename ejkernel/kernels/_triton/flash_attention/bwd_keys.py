@@ -35,7 +35,7 @@ def _key_step(
     dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BK, BQ]
     x = pairs.logits(
         dots, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0,
     )  # fmt: skip
     GUARDED: tl.constexpr = WARY or (dbias is not None)
     if not GUARDED:  # before exp2, a branch does not cut the flow of products
@@ -47,6 +47,8 @@ def _key_step(
         )  # fmt: skip
     b_lse = softmax.base(addresses.load_row(lse, row, num_q, BQ, 0.0), SHIFT)
     p = tl.math.exp2(x * UNITS - b_lse[None, :])
+    if WARY:  # a cotangent that is not finite marks the keys that its query sees
+        p = tl.where(addresses.spoiled(b_do)[None, :], float("nan"), p)
     if GUARDED:
         p = pairs.hide(
             p, 0.0, masked, row, mask, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None],
@@ -66,7 +68,7 @@ def _key_step(
     b_delta = addresses.load_row(delta, row, num_q, BQ, 0.0)
     ds = p * (dp - b_delta[None, :])
     if CAP is not None:
-        ds *= pairs.cap_slope(x, CAP, b_k.dtype == tl.float32)
+        ds *= pairs.cap_slope(x, CAP, SHIFT == 0.0)
     if GUARDED:  # p is 0, but the rest may be nan
         ds = tl.where(p == 0.0, 0.0, ds)
     if dbias is not None:

@@ -19,10 +19,10 @@ def _query_step(
     left, right, num_q, num_k,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
-    CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
-    POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, WARY: tl.constexpr,
+    SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
+    IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
+    CUT: tl.constexpr, MASKS: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
     """Adds what block j of the keys gives to dq in `acc`; tiles are [BQ, BK]."""
     row = j * BK
@@ -35,7 +35,7 @@ def _query_step(
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
     x = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0,
     )  # fmt: skip
     if not WARY:  # before exp2, a branch does not cut the flow of products
         x = pairs.hide(
@@ -57,7 +57,7 @@ def _query_step(
         dp = tl.where(keep, dp * KEPT, 0.0)
     ds = p * (dp - b_delta[:, None])
     if CAP is not None:
-        ds *= pairs.cap_slope(x, CAP, b_k.dtype == tl.float32)
+        ds *= pairs.cap_slope(x, CAP, SHIFT == 0.0)
     if WARY:  # p is 0, but the rest may be nan
         ds = tl.where(p == 0.0, 0.0, ds)
         b_k = addresses.finite(b_k)
@@ -149,8 +149,8 @@ def flash_attention_bwd_dq_kernel(
             acc, b_q, b_do, b_lse, b_delta, j, (j < full) | (j >= ragged), key, value, bias, mask,
             slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
             STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-            BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-            KEPT, PRECISION, CHECKED, CUT, MASKS, AGAIN,
+            BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, AGAIN,
         )  # fmt: skip
     if flags_out is not None:
         i_f = (i_p // num_blocks) * num_blocks + i_q

@@ -9,11 +9,14 @@ import numpy as np
 
 from ejkernel.callib import next_power_of_2
 from ejkernel.kernels._triton._blocks import ranges
+from ejkernel.kernels._triton.flash_attention import config
 
 # Sizes that the code does not depend on: a call and its reduced twin share one compiled kernel.
 # Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
 LOOSE = ("offset", "left", "right", "num_sinks", "num_flags", "flag_rows")
 _LOG2_E = 1.4426950408889634
+# where a cap of half precision may err by 2.4e-6 times itself: see `pairs.below_cap`
+_LOW_CAP, _HIGH_CAP = 2.0**-6, 256.0
 
 
 def dot_precision(dtype: Any) -> str:
@@ -28,6 +31,7 @@ class Call:
     """One attention call for kernels with a config's block sizes."""
 
     def __init__(self, args: Any, cfg: Any):
+        config.check(args, cfg)
         self.args, self.cfg = args, cfg
         self.tokens = ranges.tokens(args)
         left, right = args.sliding_window
@@ -113,7 +117,7 @@ class Call:
         natural = any(x is not None for x in extras) or args.softmax_scale <= 0
         units = _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E
         cap = None if args.logits_soft_cap is None else float(args.logits_soft_cap)
-        short = cap is not None and args.query.dtype.itemsize < 4  # see `pairs.below_cap`
+        short = cap is not None and args.query.dtype.itemsize < 4 and _LOW_CAP <= cap <= _HIGH_CAP
         prob = args.dropout_prob
         return {
             "D": d,

@@ -212,6 +212,15 @@ def _least(args: Any) -> int:
     return 32 if args.dropout_prob else 16
 
 
+def check(args: Any, cfg: Config) -> None:
+    """Refuses sizes that give wrong numbers."""
+    if min(cfg.block_q, cfg.block_k) < (least := _least(args)):
+        raise ValueError(
+            f"`flash_attention`: with dropout, tiles of Triton's must have at least {least} "
+            f"queries and keys; got {cfg.block_q} and {cfg.block_k}."
+        )
+
+
 def testing(args: Any, direction: str) -> Config:
     """Small blocks that cut the shapes of tests along both axes."""
     least = _least(args)

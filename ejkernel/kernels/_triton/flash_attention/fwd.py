@@ -31,10 +31,10 @@ def _step(
     right, num_q, num_k,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
-    CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr, IDS: tl.constexpr,
-    POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
-    KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, STEADY: tl.constexpr, WARY: tl.constexpr,
+    SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
+    IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
+    CUT: tl.constexpr, MASKS: tl.constexpr, STEADY: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
     """Folds block j of the keys, which may be `masked`, into the state of the rows.
 
@@ -54,7 +54,7 @@ def _step(
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
     x = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, b_k.dtype == tl.float32,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0,
     )  # fmt: skip
     x = pairs.hide(
         x, float("-inf"), masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None],
@@ -63,11 +63,11 @@ def _step(
     )  # fmt: skip
     if STEADY:
         if j == first:
-            m = softmax.shift(tl.max(x, 1) * UNITS)
+            m = softmax.shift(tl.max(x, 1) * UNITS, -SHIFT * softmax.LOG2_E)  # else a logit of 0
         p = tl.math.exp2(x * UNITS - m[:, None])  # [BQ, BK]
         l += tl.sum(p, 1)
     else:
-        m, l, p, alpha = softmax.update(m, l, x, UNITS, MASKS or BIAS or (mask is not None))
+        m, l, p, alpha = softmax.update(m, l, x, UNITS)
         acc = acc * alpha[:, None]
     if THRESHOLD is not None:
         kept = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
@@ -161,8 +161,8 @@ def flash_attention_fwd_kernel(
             m, l, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask, slope,
             seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
             STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-            BK, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT, THRESHOLD,
-            KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, False,
+            BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, False,
         )  # fmt: skip
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
@@ -181,8 +181,8 @@ def flash_attention_fwd_kernel(
                     m, l, acc, b_q, j, first, True, key, value, bias, mask, slope, seed, drop_b,
                     drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K, STRIDE_V,
                     bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-                    PART, SCALE, NATURAL, UNITS, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-                    THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, True,
+                    PART, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT,
+                    RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, True,
                 )  # fmt: skip
 
     m = tl.where(l == 0.0, float("-inf"), m + SHIFT * softmax.LOG2_E)

@@ -207,11 +207,11 @@ class Pairs:
         left, right = self.args.sliding_window
         if left is not None or right is not None:
             q_pos, k_pos = self._q(self.q_pos, at, order), self._k(self.k_pos, at, order)
-            distance = k_pos - q_pos  # a limit added to a position may not fit into 32 bits
+            most = jnp.iinfo(q_pos.dtype)  # a limit added to a position stops there
             if right is not None:
-                terms.append(distance <= right)
+                terms.append(k_pos <= jnp.minimum(q_pos, most.max - right) + right)
             if left is not None:
-                terms.append(distance >= -left)
+                terms.append(k_pos >= jnp.maximum(q_pos, most.min + left) - left)
         if self.mask is not None:
             terms.append(self._pair(self.mask, at, order))
         if not terms:

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 
 from ejkernel.kernels._pallas.tpu._blocks import philox, ranges, tiles
 
+_MOST = 2**31 - 1  # a position
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -97,20 +99,22 @@ def _inside(band: ranges.Band, shape: tuple[int, int]) -> list[jax.Array]:
 def _near(rules: Rules, refs: Any, at: Tile) -> list[jax.Array]:
     """Pairs inside the window, a comparison for each limit."""
     left, right = rules.left, rules.right
-    if rules.positions:  # a limit added to a position may not fit into 32 bits
-        gap = distance(rules, refs, at)
-        low, high = (None if left is None else -left), right
-    else:
-        # lane against row: one operation for a register, where a distance takes one more
-        gap = jax.lax.broadcasted_iota(jnp.int32, (1, at.shape[1]), 1)
-        rows = jax.lax.broadcasted_iota(jnp.int32, (at.shape[0], tiles.LANES), 0)
-        start = at.held - at.streamed
-        start = start - rules.offset if rules.holds_keys else start + rules.offset
-        before, after = (right, left) if rules.holds_keys else (left, right)
-        low = None if before is None else tiles.wide(rows + (start - before), at.shape[1])
-        high = None if after is None else tiles.wide(rows + (start + after), at.shape[1])
-    terms = [] if high is None else [gap <= high]
-    return terms if low is None else [*terms, gap >= low]
+    if rules.positions:
+        lanes, rows = _streamed_row(refs, rules.num_ids, at), _held(refs, rules.num_ids, at)
+        q, k = (lanes, rows) if rules.holds_keys else (rows, lanes)
+        # a limit added to a position stops at the ends of 32 bits
+        terms = [] if right is None else [k <= jnp.minimum(q, _MOST - right) + right]
+        return terms if left is None else [*terms, k >= jnp.maximum(q, left - _MOST - 1) - left]
+    # lane against row: one operation for a register, where a distance takes one more
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, at.shape[1]), 1)
+    rows = jax.lax.broadcasted_iota(jnp.int32, (at.shape[0], tiles.LANES), 0)
+    start = at.held - at.streamed
+    start = start - rules.offset if rules.holds_keys else start + rules.offset
+    before, after = (right, left) if rules.holds_keys else (left, right)
+    low = None if before is None else tiles.wide(rows + (start - before), at.shape[1])
+    high = None if after is None else tiles.wide(rows + (start + after), at.shape[1])
+    terms = [] if high is None else [lanes <= high]
+    return terms if low is None else [*terms, lanes >= low]
 
 
 def logits(rules: Rules, refs: Any, at: Tile, dots: jax.Array, head: jax.Array) -> jax.Array:

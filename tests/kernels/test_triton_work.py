@@ -1,0 +1,58 @@
+"""How much the Triton attention kernels compute, counted in the interpreter."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime import interpreter
+
+from ejkernel import _settings
+from ejkernel.kernels import kernel_registry
+from tests.kernels import harness
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="counts in the interpreter, on a CPU"
+)
+SPEC = kernel_registry.spec("flash_attention")
+ENTRY = harness.find_entry("flash_attention", "triton/gpu")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Counts products of tiles in one forward."""
+    count, dot = [], interpreter.InterpreterBuilder.create_dot
+
+    def counted(*args):
+        count.append(1)
+        return dot(*args)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", counted)
+
+    def run(**options):
+        count.clear()
+        keys = jax.random.split(jax.random.key(0), 3)
+        q, k, v = (jax.random.normal(key, (1, 64, 1, 16), jnp.bfloat16) for key in keys)
+        values = {"query": q, "key": k, "value": v, **options}
+        args = SPEC.canonicalize(SPEC.unpack(SPEC.complete(values)))
+        with _settings.override(interpret=True):
+            ENTRY.fn(args, ENTRY.config.testing(args, "forward"))
+        return len(count)
+
+    return run
+
+
+@pytest.mark.parametrize("cap", [None, 30.0, 50.0])
+def test_blocks_outside_a_window_and_second_passes_are_left_out(products, cap):
+    window = products(sliding_window=(10, 0), logits_soft_cap=cap)
+    assert window == 2 * (1 + 2 + 2 + 2)  # two products in each block of 16 keys that is seen
+    ids = jnp.repeat(jnp.arange(2), 32)[None]
+    segments = products(q_segment_ids=ids, kv_segment_ids=ids, causal=True, logits_soft_cap=cap)
+    assert segments == 2 * (1 + 2 + 1 + 2)
+
+
+def test_rows_whose_weights_leave_their_range_are_computed_again(products):
+    once = products()
+    assert once == 2 * 4 * 4
+    assert products(softmax_scale=300.0) > once
