@@ -100,7 +100,7 @@ HIDDEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("garbage", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("extra", [{}, {"causal": True, "softmax_aux": jnp.ones((4, 1))}])
 @pytest.mark.parametrize("name", HIDDEN)
 def test_garbage_that_nobody_sees_changes_nothing(entry_name, name, extra, garbage):
@@ -192,9 +192,9 @@ def test_garbage_in_a_visible_key_shows(entry_name):
         np.testing.assert_array_equal(spoiled, expected)
 
 
-@pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"q_segment_ids": IDS, "kv_segment_ids": IDS}]
+    ("options", "garbage"),
+    [({"causal": True}, np.nan), ({"q_segment_ids": IDS, "kv_segment_ids": IDS}, np.inf)],
 )
 def test_garbage_in_a_visible_cotangent_shows(entry_name, options, garbage):
     args = make(arrays(1, 40, 40, 2, 1, 8, 8) | options)
@@ -228,8 +228,16 @@ def test_products_that_overflow_downwards_weigh_nothing(entry_name):
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (3, 0), (4, 5)])
-@pytest.mark.parametrize(("of_queries", "of_keys"), [(LEAST, MOST), (-1, MOST), (MOST, LEAST)])
+@pytest.mark.parametrize(
+    ("of_queries", "of_keys", "window"),
+    [
+        (LEAST, MOST, (-1, 0)),
+        (-1, MOST, (-1, 0)),
+        (MOST, LEAST, (4, 5)),
+        pytest.param(LEAST, MOST, (3, 0), marks=pytest.mark.slow),
+        pytest.param(MOST, LEAST, (-1, 0), marks=pytest.mark.slow),
+    ],
+)
 def test_positions_at_the_ends_of_32_bits(entry_name, of_queries, of_keys, window):
     q_pos, k_pos = (np.arange(40, dtype=np.int32)[None].copy() for _ in range(2))
     q_pos[:, 30:], k_pos[:, 20:25] = of_queries, of_keys
@@ -239,7 +247,7 @@ def test_positions_at_the_ends_of_32_bits(entry_name, of_queries, of_keys, windo
     harness.assert_close_to_oracle(actual, made)
 
 
-@pytest.mark.parametrize("cap", [1e-3, 50.0, 1e5])
+@pytest.mark.parametrize("cap", [pytest.param(1e-3, marks=pytest.mark.slow), 50.0, 1e5])
 def test_soft_caps_of_any_size_in_half_precision(entry_name, cap):
     values = {n: x.astype(jnp.float16) for n, x in arrays(1, 40, 40, 2, 1, 8, 8).items()}
     args = make(values | {"logits_soft_cap": cap, "sliding_window": (9, 0), "return_lse": True})

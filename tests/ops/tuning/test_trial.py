@@ -233,6 +233,7 @@ print(choice.source, failures)
 """
 
 
+@pytest.mark.slow
 def test_a_candidate_that_ends_the_process_twice_is_not_tried_again(tmp_path):
     run = lambda: subprocess.run(
         [sys.executable, "-c", DIES, str(tmp_path)], capture_output=True, text=True, check=False
