@@ -805,6 +805,17 @@ def test_a_killed_process_leaves_what_it_measured(tmp_path):
     assert record.complete
 
 
+@pytest.mark.slow
+def test_a_candidate_that_ends_the_process_twice_is_not_tried_again(tmp_path):
+    codes = [python(PROGRAM, tmp_path, "die").returncode for _ in range(3)]
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    (record,) = PersistentCache(tmp_path).records()
+    assert record.complete
+    assert len(record.times_ms) == 2
+    (why,) = record.failures.values()
+    assert why == "the process ended while this was measured, twice"
+
+
 # The function that tunes one call
 
 
