@@ -5,7 +5,7 @@ VENV := .venv/$(PYVER)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-all smoke bench bench-tpu lint matrix clean
+.PHONY: setup demo test test-all test-gpu smoke bench bench-tpu bench-gpu lint matrix clean
 
 setup: $(VENV)/.core
 
@@ -32,6 +32,12 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup
 
+# On a machine with a GPU, with the Python that has its JAX: make test-gpu PYTHON=python3
+GPU_TESTS := tests/kernels tests/callib -k 'triton or cudnn or test_gpu' --deselect tests/kernels/test_triton_compiles.py
+
+test-gpu:
+	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest $(GPU_TESTS) --device-results benchmarks/results/gpu_matrix.json
+
 # A short suite for the other Python versions.
 SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py
 
@@ -45,6 +51,10 @@ bench: $(VENV)/.core
 # Cycles of TPU kernels beside JAX's own, from compiled schedules: needs no TPU.
 bench-tpu: $(VENV)/.test
 	$(BIN)/python benchmarks/tpu_static.py $(BENCH)
+
+# Needs a GPU and torch, in the Python that is named.
+bench-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu_attention.py --save $(BENCH)
 
 matrix: $(VENV)/.test
 	$(BIN)/python -m ejkernel.kernels._support --write

@@ -1,9 +1,10 @@
 """`flash_attention` on a GPU: our entries, tuned, beside cuDNN, torch and another JAX library.
 
-Correctness first: nothing is timed before it agrees with cuDNN. One run, one table: each shape is
-tuned anew (EJKERNEL_AUTOTUNE_BUDGET_S), then timed; with `--save` the rows go to
-benchmarks/results/. `--public PATH` names a folder with the public package of our name, which is
-timed in a process of its own. `--workers N` compiles candidates beforehand.
+Correctness first: no row is timed before it agrees with cuDNN; options have their oracle in
+tests/kernels. One run, one table: each shape is tuned anew (EJKERNEL_AUTOTUNE_BUDGET_S), then
+timed; with `--save` the rows go to benchmarks/results/. `--public PATH` names a folder with the
+public package of our name, which is timed in a process of its own. `--workers N` compiles
+candidates beforehand.
 """
 
 import argparse
@@ -111,7 +112,7 @@ def check(made, xs):
     """Our entries agree with cuDNN to what bfloat16 allows."""
     f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     expected = f32(made["jax.nn cuDNN", "fwd+bwd"](*xs))
-    for platform in MEASURED:
+    for platform in (*MEASURED, "auto"):
         actual = f32(made[platform, "fwd+bwd"](*xs))
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             # on the device: the arrays are large
@@ -162,9 +163,9 @@ def public_times(folder, models):
     return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=False))
 
 
-def compile_main(number, count, models, lengths):
+def compile_main(number, count, capability, models, lengths):
     """In a process without a device: compiles every count-th candidate into the cache on disk."""
-    target = _device.Target("gpu", "NVIDIA H200", "9.0")
+    target = _device.Target("gpu", "", capability)
     entry = next(e for e in kernel_registry.list("flash_attention") if e.platform == "triton")
     jobs = []
     for model, length, causal in shapes(models, lengths):
@@ -190,7 +191,7 @@ def compile_main(number, count, models, lengths):
         jaxpr = jax.make_jaxpr(lambda *x, f=fn, c=cfg: f(c, *x))(*inputs).jaxpr
         for eqn in _triton_call.launches(jaxpr):
             avals = [v.aval for v in eqn.invars]
-            gpu = _triton_compile.GpuTarget("cuda", 90)
+            gpu = _triton_compile.GpuTarget.of(capability)
             _triton_call.compile_launch(eqn.params["launch"], avals, gpu)
 
 
@@ -242,10 +243,22 @@ def options_table():
     return rows
 
 
-def twins(made, xs, mode):
-    """Our entries whose program is the very one that "auto" runs."""
-    text = lambda name: made[name, mode].lower(*inputs_of(mode, xs)).as_text()
-    return [name for name in MEASURED if text(name) == text("auto")]
+def invocation(xs, causal, platform, direction):
+    wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
+    call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
+    return default_executor().invocation(FlashAttention(), *xs, **call)
+
+
+def twins(xs, causal, mode):
+    """Our entries that "auto" runs, with the same configuration."""
+
+    def chosen(platform, direction):
+        choice = default_executor().chooser.choose(invocation(xs[:3], causal, platform, direction))
+        return choice.implementation.name, choice.cfg
+
+    directions = ("forward",) if mode == "fwd" else ("forward", "backward")
+    same = lambda name: all(chosen(name, d) == chosen("auto", d) for d in directions)
+    return [name for name in MEASURED if same(name)]
 
 
 def compare(model, length, causal, public):
@@ -255,7 +268,7 @@ def compare(model, length, causal, public):
     times = milliseconds({(n, mode): (run, inputs_of(mode, xs)) for (n, mode), run in made.items()})
     for name, by_mode in public.get((model, length, causal), {}).items():
         times |= {(name, mode): ms for mode, ms in by_mode.items()}
-    times |= {("auto runs", mode): twins(made, xs, mode) for mode in MODES}
+    times |= {("auto runs", mode): twins(xs, causal, mode) for mode in MODES}
     return times | torch_times(model, length, causal)
 
 
@@ -265,9 +278,7 @@ def tune(model, length, causal, platforms):
     executor, made = default_executor(), []
     # a table's first row for a call serves every platform that it can
     for platform, direction in itertools.product(platforms, ("forward", "backward")):
-        wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
-        call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
-        inv = executor.invocation(FlashAttention(), *xs, **call)
+        inv = invocation(xs, causal, platform, direction)
         choice = executor.chooser.tune(inv)
         if (stored := executor.chooser.known(inv.key)) is None:
             print(f"not tuned: {model} {length} {causal} {platform} {direction}: {choice.source}")
@@ -338,10 +349,11 @@ def main():
     options = parser.parse_args()
     same = ["--models", *options.models, "--lengths", *map(str, options.lengths)]
     if options.role:
-        number, count = options.role.split("/")
-        return compile_main(int(number), int(count), options.models, options.lengths)
+        number, count, capability = options.role.split("/")
+        return compile_main(int(number), int(count), capability, options.models, options.lengths)
     workers = options.workers
-    in_processes([["--role", f"{i}/{workers}", *same] for i in range(workers)], JAX_PLATFORMS="cpu")
+    roles = [f"{i}/{workers}/{_device.find().capability}" for i in range(workers)]
+    in_processes([["--role", role, *same] for role in roles], JAX_PLATFORMS="cpu")
     public = public_times(options.public, options.models) if options.public else {}
     rows, short, table = [], [], []
     extras = options_table() if options.options else []

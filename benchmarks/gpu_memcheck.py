@@ -1,50 +1,95 @@
-"""Small calls of the Triton kernels that touch every kind of memory access, for a memory checker.
+"""Small calls of the Triton attention kernels, forward and backward, for a memory checker.
 
 compute-sanitizer --tool memcheck python benchmarks/gpu_memcheck.py
+
+Sizes that no block divides, all options and gradients, ids and positions that are given, blocks
+that are done again because of nan behind a mask, and calls that a vmap folds into one grid.
 """
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.modules import flash_attention
+from ejkernel.types import MaskInfo
 
 B, T, S, H, G, D = 2, 70, 93, 4, 2, 40
 
 
 def calls():
-    """Options of at most twenty calls, at sizes that no block divides."""
+    """Names, and options of calls."""
     key = jax.random.key(5)
     ids = jnp.cumsum(jnp.arange(S) % 31 == 0)[None].repeat(B, 0).astype(jnp.int32)
-    yield {}
-    yield {"causal": True}
-    yield {"sliding_window": (17, 5)}
-    yield {"causal": True, "softmax_aux": jnp.ones((H, 3))}
-    yield {"q_segment_ids": ids[:, :T], "kv_segment_ids": ids}
-    yield {"attention_mask": jax.random.bernoulli(key, 0.7, (B, 1, T, S))}
-    yield {"bias": jax.random.normal(key, (1, H, T, S))}
-    yield {"bias": jax.random.normal(key, (1, H, 1, S)), "logits_soft_cap": 20.0}
-    yield {"alibi_slopes": jnp.linspace(0.1, 1.0, H), "causal": True}
-    yield {"dropout_prob": 0.2, "dropout_seed": jnp.array([1, 2], jnp.uint32)}
-    yield {"deterministic": True, "bias": jax.random.normal(key, (B, 1, T, 1))}
+    segments = {"q_segment_ids": ids[:, :T], "kv_segment_ids": ids}
+    mask = jax.random.bernoulli(key, 0.7, (B, 1, T, S)).at[..., 0].set(False)
+    yield "plain", {}
+    yield (
+        "packed",
+        {
+            "cum_seqlens_q": jnp.array([0, 21, 70]),
+            "cum_seqlens_k": jnp.array([0, 40, 93]),
+            "causal": True,
+            **{name: x[:1] for name, x in segments.items()},
+        },
+    )
+    yield (
+        "lengths",
+        {
+            "cum_seqlens_q": jnp.array([0, 61, 131]),
+            "cum_seqlens_k": jnp.array([0, 93, 150]),
+        },
+    )
+    yield "sinks", {"causal": True, "softmax_aux": jnp.ones((H, 3))}
+    yield "segments", {"sliding_window": (17, 5), **segments}
+    yield "bias", {"bias": jax.random.normal(key, (1, H, 1, S)), "logits_soft_cap": 20.0}
+    yield "ordered", {"bias": jax.random.normal(key, (B, 1, T, 1)), "deterministic": True}
+    yield "hidden", {"attention_mask": mask}
+    yield (
+        "positions",
+        {
+            "mask_info": MaskInfo(
+                q_positions=jnp.arange(T)[None].repeat(B, 0) * 2,
+                kv_positions=jnp.arange(S)[None].repeat(B, 0),
+            ),
+            "causal": True,
+        },
+    )
+    yield "batched", {"alibi_slopes": jnp.linspace(0.1, 1.0, H), "causal": True}
+    yield "dropout", {"dropout_prob": 0.2, "dropout_seed": jnp.array([1, 2], jnp.uint32)}
 
 
-def arrays(dtype):
+def arrays(name, dtype):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((B, T, H, D), (B, S, G, D), (B, S, G, D - 16))
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+    q, k, v = (jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+    if name == "packed":
+        return [x[:1] for x in (q, k, v)]
+    if name == "hidden":  # the mask hides the first key from all
+        return [q, k.at[:, 0].set(jnp.nan), v.at[:, 0].set(jnp.nan)]
+    return [q, k, v]
+
+
+def run(name, options, dtype):
+    """All gradients of a call."""
+    fixed = {n: x for n, x in options.items() if n not in ("bias", "softmax_aux")}
+    wanted = {n: x for n, x in options.items() if n not in fixed}
+
+    def loss(arrays, wanted):
+        out = flash_attention(*arrays, platform="triton", **fixed, **wanted)
+        return out.astype(jnp.float32).sum()
+
+    gradients, inputs = jax.grad(loss, (0, 1)), arrays(name, dtype)
+    if name == "batched":
+        inputs = [jnp.stack([x, 2 * x]) for x in inputs]
+        return jax.vmap(gradients, (0, None))(inputs, wanted)
+    return gradients(inputs, wanted)
 
 
 def main():
-    made = [(options, jnp.bfloat16) for options in calls()]
-    made += [(options, jnp.float32) for options in list(calls())[:8]]
-    for options, dtype in made:
-
-        def loss(q, k, v, options=options):
-            out = flash_attention(q, k, v, platform="triton", **options)
-            return out.astype(jnp.float32).sum()
-
-        grads = jax.grad(loss, (0, 1, 2))(*arrays(dtype))
-        assert all(bool(jnp.isfinite(g).all()) for g in grads), options
+    made = [(*call, jnp.bfloat16) for call in calls()]
+    made += [(*call, jnp.float32) for call in list(calls())[2:]]
+    for name, options, dtype in made:
+        for gradient in jax.tree.leaves(run(name, options, dtype)):
+            assert bool(jnp.isfinite(gradient).all()), (name, dtype)
     print(f"{len(made)} calls")
 
 

@@ -36,6 +36,25 @@ def _cpu_model() -> str:
     return f"{name} x{os.cpu_count()}"
 
 
+# bytes, by compute capability or architecture
+_SHARED = {
+    "8.0": 163 << 10,
+    "8.6": 99 << 10,
+    "8.7": 163 << 10,
+    "8.9": 99 << 10,
+    "9.0": 227 << 10,
+    "10.0": 227 << 10,
+    "12.0": 99 << 10,
+    "gfx950": 160 << 10,
+}
+
+
+def shared_memory(capability: str | None) -> int | None:
+    """Bytes of shared memory that one program of a GPU may use; None when that is not known."""
+    other_amd = 64 << 10 if capability is not None and capability.startswith("gfx") else None
+    return _SHARED.get(capability or "", other_amd)
+
+
 @functools.lru_cache(maxsize=64)
 def describe(device: Any) -> Target:
     """The target that a JAX device stands for."""

@@ -75,13 +75,15 @@ class Settings:
         None,
         "EJKERNEL_TRITON_SMEM_LIMIT",
         _number(int, 1),
-        "Shared memory in bytes that a Triton candidate may use. Default: the device's limit.",
+        "Shared memory in bytes that a Triton candidate may use; the smallest candidate stays in "
+        "any case. Default: the device's limit.",
     )
     cache_dir: str | None = _setting(
         None,
         "EJKERNEL_CACHE_DIR",
         (str, "a folder"),
-        "Where measured configurations are kept. Default: the user's cache folder.",
+        "Where measured configurations and compiled kernels are kept. Default: the user's cache "
+        "folder.",
     )
     typecheck: bool = _setting(
         True,
@@ -93,7 +95,7 @@ class Settings:
         False,
         "EJKERNEL_INTERPRET",
         _flag(),
-        "Run device kernels in their interpreters, on any machine.",
+        "Run device kernels in their interpreters, in calls on a CPU; `auto` then prefers them.",
     )
     platform: str | None = _setting(
         None,

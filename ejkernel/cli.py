@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ejkernel import _cli_aot, _cli_call
+from ejkernel import _cli_aot, _cli_call, _folders
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import say as _say
 from ejkernel._cli_text import table as _table
@@ -23,7 +23,7 @@ from ejkernel._cli_text import table as _table
 # JAX and the rest of the package are imported by the commands that need them: `--help` is quick,
 # and an interrupt during an import ends as quietly as any other.
 
-_DISTRIBUTIONS = ("jax", "jaxlib", "triton", "jax-triton", "libtpu")
+_DISTRIBUTIONS = ("jax", "jaxlib", "triton", "libtpu")
 _KEY = re.compile(r"[0-9a-zA-Z_-]{1,80}")
 
 
@@ -305,7 +305,7 @@ def _cache_import(arguments: argparse.Namespace) -> int:
     data = sys.stdin.buffer.read() if standard else pathlib.Path(arguments.file).read_bytes()
     records = _checked_records(data, "the standard input" if standard else arguments.file)
     cache = _cache()
-    cache.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _folders.make_private(cache.path)
     with tempfile.TemporaryDirectory(prefix=".import-", dir=cache.path) as staging:
         _say(f"imported {len(records)} records, {_move_in(cache, staging, records)} of them new")
     return 0
@@ -322,7 +322,7 @@ def _move_in(cache: Any, staging: str, records: Sequence[Any]) -> int:
     try:
         for file in sorted(pathlib.Path(staging).glob("*/*/*/*.json")):
             final = cache.path / file.relative_to(staging)
-            final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _folders.make_private(final.parent)
             undo.append((final, final.read_bytes() if final.exists() else None))
             os.replace(file, final)
     except BaseException:

@@ -76,7 +76,7 @@ def test_doctor_tells_versions_devices_platforms_and_the_cache(run, folder):
     assert (code, err) == (0, "")
     rows = {line.split("  ")[0]: line for line in out.splitlines()}
     assert __version__ in rows["ejkernel"]
-    assert {"python", "jax", "jaxlib", "triton", "jax-triton", "libtpu"} <= set(rows)
+    assert {"python", "jax", "jaxlib", "triton", "libtpu"} <= set(rows)
     assert "yes" in rows["xla"]
     assert "flash_attention" in rows["xla"]
     assert str(folder) in rows["folder"]

@@ -22,6 +22,10 @@ from tests import device_results
             "flash_attention cudnn/gpu@-1",
         ),
         ("tests/kernels/test_edges.py::test_f[no_key-triton/gpu]", "flash_attention triton/gpu"),
+        (
+            "tests/kernels/test_cudnn.py::test_d[odd-float16-cudnn/gpu]",
+            "flash_attention cudnn/gpu",
+        ),
         ("tests/kernels/test_cudnn.py::test_d[odd-float16]", None),
         ("tests/ops/test_chain.py::test_e", None),
     ],
@@ -30,29 +34,33 @@ def test_names(nodeid, name):
     assert device_results.entry_of(nodeid) == name
 
 
+def report(when, outcome, properties, nodeid="t.py::t[gla-xla/any-plain]"):
+    return types.SimpleNamespace(
+        when=when, outcome=outcome, skipped=False, nodeid=nodeid, user_properties=properties
+    )
+
+
 def test_counts(tmp_path):
     recorder = device_results.Recorder(str(tmp_path / "results.json"))
-    for when, outcome in (
-        ("setup", "passed"),
-        ("call", "passed"),
-        ("call", "failed"),
-        ("setup", "failed"),
+    for when, outcome, properties in (
+        ("setup", "passed", []),
+        ("call", "passed", []),
+        ("call", "passed", [("refused", True)]),
+        ("call", "failed", []),
+        ("setup", "failed", []),
     ):
-        report = types.SimpleNamespace(
-            when=when, outcome=outcome, skipped=False, nodeid="t.py::t[gla-xla/any-plain]"
-        )
-        recorder.pytest_runtest_logreport(report)
+        recorder.pytest_runtest_logreport(report(when, outcome, properties))
     recorder.pytest_sessionfinish()
     content = json.loads((tmp_path / "results.json").read_text())
     version = kernel_registry.list("gla")[0].version
-    assert content["entries"] == {"gla xla/any": {"version": version, "failed": 2, "passed": 1}}
+    counts = {"version": version, "failed": 2, "passed": 1, "refused": 1}
+    assert content["entries"] == {"gla xla/any": counts}
     assert content["backend"] == "cpu"
 
 
 def run_with(path, nodeid):
     recorder = device_results.Recorder(str(path))
-    report = types.SimpleNamespace(when="call", outcome="passed", skipped=False, nodeid=nodeid)
-    recorder.pytest_runtest_logreport(report)
+    recorder.pytest_runtest_logreport(report("call", "passed", [], nodeid))
     recorder.pytest_sessionfinish()
     return json.loads(path.read_text())
 

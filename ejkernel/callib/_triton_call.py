@@ -14,11 +14,11 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ejkernel.callib import _triton_compile, _triton_interpret, _triton_jaxlib
+from ejkernel.callib import _triton_check, _triton_compile, _triton_interpret, _triton_jaxlib
 from ejkernel.callib._triton_compile import Compiled, GpuTarget, Signature
 from ejkernel.xla_utils import manual
 
-_MOST_PROGRAMS = 65535  # along the second and third axis of a grid
+_MOST_PROGRAMS = _triton_check.MOST_PROGRAMS[1]  # beside the first axis of a grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,7 @@ def triton_call(
       options: Further options of Triton's compiler.
       **constants: The kernel's `tl.constexpr` parameters.
     """
+    _triton_check.check(kernel, inputs, grid, out_shape, zeroed, aliases or {}, constants)
     arrays: list[jax.Array] = []
     slots: list[Any] = []
     for value in inputs:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel import _settings
+from ejkernel import _device, _folders, _settings
 from ejkernel.errors import CompilationError, EjkernelWarning
 
 _TYPES = {
@@ -54,6 +54,18 @@ class GpuTarget:
             return cls("hip", arch)
         raise ValueError(f"A GPU target is 'cuda:sm_90' or 'hip:gfx942', by example; got {text!r}.")
 
+    @classmethod
+    def of(cls, capability: str) -> "GpuTarget":
+        """From what a device names its architecture: "9.0" or "gfx942"."""
+        if capability.startswith("gfx"):
+            return cls("hip", capability)
+        return cls("cuda", int(capability.replace(".", "")))
+
+    @property
+    def capability(self) -> str:
+        """As devices name it: "9.0" or "gfx942"."""
+        return f"{self.arch // 10}.{self.arch % 10}" if isinstance(self.arch, int) else self.arch
+
     def __str__(self) -> str:
         return f"{self.backend}:{'sm_' if self.backend == 'cuda' else ''}{self.arch}"
 
@@ -76,6 +88,11 @@ class Compiled:
     shared_bytes: int
     scratch: tuple[int, int]  # bytes and alignment of global memory for itself
     asm: Mapping[str, Any]
+
+
+def has_type(dtype: Any) -> bool:
+    """Whether Triton knows arrays of a dtype."""
+    return jnp.dtype(dtype).name in _TYPES
 
 
 def pointer_type(dtype: Any) -> str:
@@ -122,14 +139,14 @@ def cache_folder() -> pathlib.Path:
     if theirs and theirs != knobs.cache.get_triton_dir("cache"):
         return pathlib.Path(theirs)
     own = _settings.current().cache_dir or platformdirs.user_cache_dir("ejkernel")
-    return pathlib.Path(own) / "triton"
+    return pathlib.Path(own).expanduser() / "triton"
 
 
 @functools.cache
 def _writable(folder: pathlib.Path) -> str:
     """A folder, or one of this process alone in its place, with one warning."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _folders.make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             return str(folder)
     except OSError as error:
@@ -181,6 +198,13 @@ def compile_kernel(
                 f"{dict(signature.constants)} and {dict(options)}: {error}"
             ) from error
         metadata = result.metadata
+        limit = _device.shared_memory(target.capability)
+        if limit is not None and metadata.shared > limit:
+            raise CompilationError(
+                f"Triton kernel `{kernel.__name__}` takes {metadata.shared} bytes of shared memory "
+                f"of the {limit} that {target} has, with {dict(signature.constants)} and "
+                f"{dict(options)}: choose smaller blocks or fewer stages."
+            )
         code = result.asm["ptx"] if target.backend == "cuda" else _hsaco_path(result)
     return Compiled(
         name=metadata.name,

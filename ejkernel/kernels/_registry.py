@@ -82,7 +82,7 @@ class KernelEntry:
     backward: Callable[..., dict[str, Any]] | None
     backward_requires: Callable[[Any], str | None]  # what only its backward cannot do
     device_requires: Callable[[Any, _device.Target], str | None]  # what depends on the device too
-    config: Any  # a module or object with Config, heuristic(args, direction), candidates(…)
+    config: Any  # a module or object with Config, heuristic(args, direction, target), …
     version: int
     derivative: str
 
@@ -96,7 +96,10 @@ class KernelEntry:
     ) -> str | None:
         """Why this kernel cannot serve a call; None when it can."""
         if target is not None and not self.runs_on(target):
-            return f"needs a {self.backend.upper()}; this call is for {target.kind}"
+            reason = f"needs a {self.backend.upper()}; this call is for {target.kind}"
+            if self.platform in _INTERPRETED and target.kind == "cpu":
+                reason += " (EJKERNEL_INTERPRET=1 runs it there, in an interpreter)"
+            return reason
         if target is not None and (reason := self.device_requires(args, target)) is not None:
             return reason
         if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
@@ -139,7 +142,12 @@ class KernelEntry:
             return override
         if isinstance(override, FwdParams | BwdParams):
             guess = self.heuristic(args, direction, target)
-            return self.config.from_params(guess, override.settings())
+            try:
+                return self.config.from_params(guess, override.settings())
+            except ValueError as error:
+                raise ValueError(
+                    f"`{self.op}`: {override} is not for {self.name}: {error}"
+                ) from None
         raise TypeError(
             f"`{self.op}`: a config of {self.name} must be a FwdParams, a BwdParams or a "
             f"{self.config.Config.__qualname__}; got {override!r}."
@@ -191,6 +199,7 @@ class KernelEntry:
             decode=self.decode,
             misfit=functools.partial(self.misfit, target=target),
             derivative=self.derivative,
+            portable=self.backend == Backend.ANY,
         )
 
 

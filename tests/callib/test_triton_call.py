@@ -241,10 +241,45 @@ def test_nested_vmap_of_three_axes():
     np.testing.assert_allclose(out, xs + ys[:, None, None, None, :], rtol=1e-6)
 
 
-def test_vmap_of_an_alias_without_the_axis():
-    run = jax.vmap(lambda x, _: add_one(x, aliases={0: 0}), (None, 0))
-    out = run(jnp.arange(4.0), jnp.zeros(2))
-    np.testing.assert_array_equal(np.broadcast_to(out, (2, 4)), [[1.0, 2.0, 3.0, 3.0]] * 2)
+# What is refused
+
+
+def call(*inputs, outputs=2, **changes):
+    out = jax.ShapeDtypeStruct(X.shape, jnp.float32)
+    options = {"grid": (3,), "out_shape": [out] * outputs, "FACTOR": 2.0, "BLOCK": 4} | changes
+    options = {name: value for name, value in options.items() if value is not None}
+    return triton_call(scaled_sum_kernel, *(inputs or (X, Y, X.size)), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "error", "words"),
+    [
+        ((X, Y), {}, TypeError, r"2 inputs, 2 outputs .* `product` is missing"),
+        ((X, Y, 10), {"BLOCK": None}, TypeError, r"`BLOCK` is missing"),
+        ((X, Y, 10), {"NOPE": 1}, TypeError, r"`NOPE` is none of the last ones"),
+        ((X,) * 9, {}, TypeError, r"9 inputs.* fewer than those"),
+        ((X, 2.0, 10), {}, TypeError, r"`y` must be an array, an int or None; got 2.0"),
+        ((X, True, 10), {}, TypeError, r"`y` must be an array, an int or None; got True"),
+        ((X, Y.astype(complex), 10), {}, TypeError, r"`y` is of complex128"),
+        ((), {"grid": ()}, ValueError, r"`grid` must have one to three axes"),
+        ((), {"grid": (1, 1, 1, 1)}, ValueError, r"`grid` must have one to three axes"),
+        ((), {"grid": (1, 70000)}, ValueError, r"`grid` must .* got \(1, 70000\)"),
+        ((), {"zeroed": [7]}, ValueError, r"`zeroed` names the outputs \[7\]; there are 2"),
+        ((X[:4], Y, 10), {"aliases": {0: 0}}, ValueError, r"input 0 is float32\[4\], output 0 is"),
+        ((), {"aliases": {2: 0}}, ValueError, r"input 2 is no array"),
+        ((), {"aliases": {5: 0}}, ValueError, r"input 5 is no array"),
+        ((), {"aliases": {0: 3}}, ValueError, r"output 3 is absent"),
+        ((), {"aliases": {0: 1, 1: 1}}, ValueError, r"one output to two inputs"),
+    ],
+)
+def test_a_call_that_would_go_wrong_is_refused(arguments, changes, error, words):
+    with pytest.raises(error, match=r"`triton_call\(scaled_sum_kernel\)`: .*" + words):
+        call(*arguments, **changes)
+
+
+def test_a_plain_function_is_no_kernel():
+    with pytest.raises(TypeError, match=r"`kernel` must be made by `triton.jit`"):
+        triton_call(len, X, grid=(1,), out_shape=[])
 
 
 # What a GPU gets

@@ -253,6 +253,11 @@ def long_operands(**sizes):
     return operands(**({"t": 64, "s": 64, "d": 64} | sizes))
 
 
+def about(*entries):
+    """The entry that a test is about, in its name."""
+    return pytest.mark.parametrize("entry", [pytest.param(e, id=e.name) for e in entries])
+
+
 def check_numbers(entry, args):
     assert entry.why_not(args) is None
     made = harness.solve(SPEC, args)
@@ -262,34 +267,38 @@ def check_numbers(entry, args):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients(name, dtype):
+@about(FUSED)
+def test_outputs_and_gradients(entry, name, dtype):
     sizes, options = CASES[name]
-    check_numbers(FUSED, canonical(long_operands(**sizes, dtype=dtype), **options))
+    check_numbers(entry, canonical(long_operands(**sizes, dtype=dtype), **options))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lead", BIASES, ids=str)
-def test_a_bias_and_its_gradient(lead, causal):
-    check_numbers(FUSED, canonical(long_operands(), bias=bias(*lead, 64, 64), causal=causal))
+@about(FUSED)
+def test_a_bias_and_its_gradient(entry, lead, causal):
+    check_numbers(entry, canonical(long_operands(), bias=bias(*lead, 64, 64), causal=causal))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "groups", "one_query"])
-def test_the_logsumexp(name):
+@about(FUSED)
+def test_the_logsumexp(entry, name):
     sizes, options = CASES[name]
     args = canonical(long_operands(**sizes), **options, return_lse=True)
-    assert FUSED.why_not(args) is None
+    assert entry.why_not(args) is None
     made = _oracle.solve(SPEC, args, (), harness.QUICK)
-    harness.assert_close_to_oracle(harness.run_entry(FUSED, made, (None, None)), made)
+    harness.assert_close_to_oracle(harness.run_entry(entry, made, (None, None)), made)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["plain", "causal", "window", "groups", "d256"])
-def test_the_public_function_stands_in(name, monkeypatch):
+@about(PUBLIC)
+def test_the_public_function_stands_in(entry, name, monkeypatch):
     monkeypatch.setattr(private, "library", lambda: None)
     sizes, options = CASES[name]
-    check_numbers(PUBLIC, canonical(long_operands(**sizes), **options))
+    check_numbers(entry, canonical(long_operands(**sizes), **options))
 
 
 @pytest.mark.gpu

@@ -2,13 +2,16 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from ejkernel._device import Target
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._triton.flash_attention import config
+from ejkernel.kernels._triton.flash_attention import call, config
+from ejkernel.ops import FwdParams
 
 OWN = {"dq_block_q": 128, "dq_block_k": 32, "dq_warps": 8, "dq_stages": 3}
 
@@ -49,11 +52,59 @@ def test_settings_of_the_caller_hold_for_both_passes():
     assert made == make(block_q=32)
 
 
-def test_small_tiles_are_refused_with_dropout():
-    q = jnp.zeros((1, 64, 2, 16), jnp.float16)
+@pytest.mark.parametrize(
+    ("settings", "registers"),
+    [
+        ({"num_stages": 2}, 128),
+        ({"block_q": 64, "num_warps": 2}, 128),
+        ({"block_q": 32}, 0),
+        ({"block_k": 64}, 0),
+        ({"num_warps": 4}, 0),
+    ],
+)
+def test_a_limit_of_registers_is_for_the_tile_it_was_measured_with(settings, registers):
+    made = config.from_params(make(max_registers=128), settings)
+    assert made.max_registers == registers
+
+
+def arguments(dtype=jnp.float16, **more):
+    q = jnp.zeros((1, 64, 2, 16), dtype)
     spec = kernel_registry.spec("flash_attention")
-    values = {"query": q, "key": q, "value": q, "dropout_prob": 0.5, "dropout_seed": 1}
-    args = spec.canonicalize(spec.unpack(spec.complete(values)))
+    values = {"query": q, "key": q, "value": q} | more
+    return spec.canonicalize(spec.unpack(spec.complete(values)))
+
+
+def test_small_tiles_are_refused_with_dropout_in_half_precision():
+    dropout = {"dropout_prob": 0.5, "dropout_seed": 1}
+    args = arguments(**dropout)
     config.check(args, make(block_k=32))
-    with pytest.raises(ValueError, match="at least 32 queries and keys; got 64 and 16"):
+    config.check(arguments(), make())
+    config.check(arguments(jnp.float32, **dropout), make())
+    with pytest.raises(ValueError, match=r"`kv_blocksize` must be at least 32 .* got 64 and 16"):
         config.check(args, make())
+
+
+def test_blocks_that_a_kernel_cannot_have_are_named_as_the_caller_wrote_them():
+    entry = next(e for e in kernel_registry.list("flash_attention") if e.platform == "triton")
+    target = Target("gpu", "NVIDIA H200", "9.0")
+    words = r"`flash_attention`: FwdParams\(q_blocksize=48, .* triton/gpu: .*block_q=48 must be"
+    with pytest.raises(ValueError, match=words):
+        entry.configure(arguments(), "forward", FwdParams(q_blocksize=48), target)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (None, "ieee"),
+        ("highest", "ieee"),
+        ("BF16_BF16_F32_X9", "ieee"),
+        ("TF32_TF32_F32_X3", "ieee"),
+        ("F64_F64_F64", "ieee"),
+        ("high", "tf32"),
+        ("tensorfloat32", "tf32"),
+        ("BF16_BF16_F32", "tf32"),
+    ],
+)
+def test_float32_products_are_no_less_precise_than_asked(asked, given):
+    with jax.default_matmul_precision(asked):
+        assert call.dot_precision(jnp.float32) == given

@@ -114,15 +114,22 @@ def canonical_sinks(op: str, sinks: Any, num_q_heads: int) -> jax.Array | None:
     return jnp.asarray(sinks)
 
 
-def seed_array(seed: Any) -> Any:
+def seed_array(op: str, seed: Any) -> Any:
     """The words (low, high) of a Python seed; arrays pass."""
     if isinstance(seed, np.integer) and seed < 0:
         return np.asarray(seed)  # a signed scalar is reinterpreted, like an array
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+    if isinstance(seed, bool | float | complex):
+        raise TypeError(
+            f"`{op}`: `dropout_seed` must be an int, or an integer array: a scalar or uint32[2]; "
+            f"got {seed!r}."
+        )
+    if not isinstance(seed, int | np.integer):
         return seed
     seed = int(seed)
     if not 0 <= seed < 2**64:
-        raise ValueError(f"`dropout_seed` must be in [0, 2**64) as a Python int; got {seed}.")
+        raise ValueError(
+            f"`{op}`: `dropout_seed` must be in [0, 2**64) as a Python int; got {seed}."
+        )
     return np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
 
 

@@ -1,6 +1,7 @@
 """`attention`: the plain form, which also returns its weights."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from ejkernel.kernels import _spec
@@ -61,7 +62,7 @@ SPEC = _spec.OpSpec(
     cases=_cases,
     changes=_changes,
     config=AttentionConfig,
-    scalars={"dropout_seed": _common.seed_array},
+    scalars={"dropout_seed": functools.partial(_common.seed_array, "attention")},
     publish=flash_attention.publish,
     shardable=flash_attention.SPEC.shardable,
     aliases=flash_attention.SPEC.aliases,

@@ -1,6 +1,7 @@
 """`flash_attention`: its arguments, their checks and canonical form, and its cases."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -281,7 +282,7 @@ SPEC = _spec.OpSpec(
     examples=examples,
     twin=twin,
     config=FlashAttentionConfig,
-    scalars={"dropout_seed": _common.seed_array},
+    scalars={"dropout_seed": functools.partial(_common.seed_array, "flash_attention")},
     publish=publish,
     debug=check_values,
     shardable=frozenset({"b", "h", "g"}),

@@ -1,6 +1,7 @@
 """`ring_attention`: its arguments, their checks and canonical form, and its cases."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -212,7 +213,7 @@ SPEC = RingAttentionSpec(
     examples=lambda args: flash_attention.examples(as_flash(args)),
     twin=lambda args, block: _twin(args, block),
     config=RingAttentionConfig,
-    scalars={"dropout_seed": _common.seed_array},
+    scalars={"dropout_seed": functools.partial(_common.seed_array, "ring_attention")},
     publish=flash_attention.publish,
     shardable=frozenset({"b", "h", "g", "t", "s"}),
     aliases={"g": "h", "s": "t"},

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import msgspec
 
-from ejkernel import _settings
+from ejkernel import _folders, _settings
 from ejkernel.errors import EjkernelWarning
 from ejkernel.ops.config.cache import Stored
 from ejkernel.ops.utils import fingerprint, serialize
@@ -203,7 +203,7 @@ class PersistentCache:
     def _write(self, file: pathlib.Path, data: bytes) -> None:
         temporary = None
         try:
-            _make_private(file.parent)
+            _folders.make_private(file.parent)
             handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
             with os.fdopen(handle, "wb") as out:
                 out.write(data)
@@ -252,14 +252,6 @@ def _is_foreign(file: pathlib.Path) -> bool:
         return _foreign(json.loads(file.read_bytes()))
     except (OSError, ValueError, RecursionError):
         return False
-
-
-def _make_private(folder: pathlib.Path) -> None:
-    """Makes a folder and its missing parents, readable by their owner alone."""
-    if not folder.is_dir():
-        _make_private(folder.parent)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
 
 
 def _text(key: Any) -> str:

@@ -101,7 +101,7 @@ class ConfigSelectorChain(ConfigChooser):
         if choice is not None:
             return choice
         raise SelectionError(
-            f"`{inv.kernel.name}` ({inv.direction}): no configuration for {_shapes(inv)}: "
+            f"`{inv.kernel.name}` ({inv.direction}): no configuration for {shapes(inv)}: "
             f"{'; '.join(search.trail)}."
         )
 
@@ -331,11 +331,16 @@ def refusal(inv: Invocation, refused: dict[str, str]) -> Exception:
     what = f"`{inv.kernel.name}` ({inv.direction}, platform={inv.platform!r})"
     if not refused:
         return UnsupportedError(f"{what}: no implementation is registered for this device.")
-    errors = [UnsupportedError(f"{what}: {name}: {reason}") for name, reason in refused.items()]
+    way_out = "" if inv.platform == "auto" else '. platform="auto" takes another kernel'
+    reasons = [f"{name}: {reason}" for name, reason in refused.items()]
+    errors = [UnsupportedError(f"{what}: {reason}{way_out}") for reason in reasons]
     if len(errors) == 1:
         return errors[0]
-    return UnsupportedGroupError(f"{what}: no implementation can serve {_shapes(inv)}", errors)
+    every = "; ".join(reasons)
+    text = f"{what}: no implementation can serve {shapes(inv)}: {every}{way_out}"
+    return UnsupportedGroupError(text, errors)
 
 
-def _shapes(inv: Invocation) -> str:
+def shapes(inv: Invocation) -> str:
+    """Names, dtypes and shapes of a call's arrays, for people."""
     return ", ".join(f"{n}={a.dtype}{list(a.shape)}" for n, a in inv.call.arrays().items())

@@ -49,6 +49,7 @@ class Implementation:
     misfit: Callable[[Any, str, Any], str | None] = lambda args, direction, cfg: None
     # "rule": through `backward`; "jax": JAX differentiates `forward`
     derivative: str = "rule"
+    portable: bool = False  # runs on every device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,16 @@ import numpy as np
 
 from ejkernel import _device, _settings
 from ejkernel.ops import registry
+from ejkernel.ops.config import selection
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core import autodiff, sharding
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Invocation, Kernel, Request
 from ejkernel.ops.core.types import AbstractArgs
+from ejkernel.ops.execution import anywhere
 from ejkernel.ops.utils import fingerprint, hlo
+
+logger = logging.getLogger("ejkernel")
 
 _MAX_PROGRAMS = 4096
 
@@ -64,6 +69,7 @@ class Executor:
     def __init__(self, chooser: ConfigChooser | None = None):
         self.chooser = chooser if chooser is not None else ConfigSelectorChain()
         self._programs: dict[Any, _Program] = {}
+        self._told: set[Any] = set()
 
     def __call__(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         return self.run(kernel, kernel.bind(args, kwargs, cfg))
@@ -130,6 +136,7 @@ class Executor:
         slots = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
         options = [None if slot else leaf for leaf, slot in zip(leaves, slots, strict=True)]
         placed = _device.of_arrays(leaves)
+        eager = not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         known: dict[str, Any] = {}
         held: list[dict[str, Any]] = []
 
@@ -141,7 +148,8 @@ class Executor:
             ]
             args, request = kernel.prepare(jax.tree.unflatten(tree, filled))
             target = placed or _device.find(request.mesh)
-            metadata = {"concrete": lambda: kernel.prepare(held[0])[0] if held else None}
+            concrete = lambda: kernel.prepare(held[0])[0] if held else None
+            metadata = {"concrete": concrete, "eager": eager}
 
             def run(args: AbstractArgs) -> Any:
                 inv = _invocation(kernel, args, request, target, metadata, where)
@@ -157,28 +165,41 @@ class Executor:
         choice = self.chooser.choose(inv)
         if choice.source != "override":
             known.setdefault(inv.key, self.chooser.known(inv.key))
+        if inv.platform == "auto":
+            self._tell(inv, choice)
         return choice
+
+    def _tell(self, inv: Invocation, choice: Choice) -> None:
+        """Logs a decision of "auto", once."""
+        told = (inv.key, choice.implementation.name, repr(choice.cfg), choice.source)
+        if told in self._told:
+            return
+        if len(self._told) >= _MAX_PROGRAMS:
+            self._told.clear()
+        self._told.add(told)
+        what = f"{inv.kernel.name} ({inv.direction})"
+        logger.info("%s for %s: %s %s, said by %s", what, selection.shapes(inv), *told[1:])
 
     def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> Any:
         choice = self._choose(inv, known)
         kernel, implementation = inv.kernel, choice.implementation
         with hlo.stamp(inv, choice):
+            run = anywhere.forward(inv, choice)
             if implementation.derivative == "jax":
-                return implementation.forward(inv.call, choice.cfg)[0]
+                return run(inv.call)[0]
 
             def backward(args, outputs, residuals, cotangents, wanted):
                 changes = {"direction": BACKWARD, "wanted": wanted, "override": request.backward}
                 there = dataclasses.replace(inv, call=args, **changes)
                 chosen = self._choose(there, known)
                 with hlo.stamp(there, chosen):
-                    return chosen.implementation.backward(
-                        args, chosen.cfg, outputs, residuals, cotangents, wanted
-                    )
+                    pull = anywhere.backward(there, chosen)
+                    return pull(args, outputs, residuals, cotangents)
 
             structure = []
 
             def forward(args):
-                outputs, residuals = implementation.forward(args, choice.cfg)
+                outputs, residuals = run(args)
                 leaves, tree = jax.tree.flatten(outputs)
                 structure[:] = [tree]
                 return tuple(leaves), tuple(residuals)

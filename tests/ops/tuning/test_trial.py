@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from ejkernel.ops import (
     autotune_recorded,
 )
 from ejkernel.ops.config.cache import CUT_SHORT, Stored
-from ejkernel.ops.execution import trial
+from ejkernel.ops.execution import trial, tuning
 from ejkernel.ops.execution.executor import default_executor
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
@@ -185,13 +184,19 @@ def test_nothing_of_a_run_stays_alive():
         gc.enable()
 
 
-def test_an_interrupt_ends_a_run_with_the_candidate_it_is_at():
-    seen = []
+def test_an_interrupt_ends_a_run_with_the_candidate_it_is_at(monkeypatch):
+    seen, runs, measure = [], [], tuning.Tuner._measure
+
+    def noted(tuner, run):
+        runs.append(run)
+        return measure(tuner, run)
 
     def interrupted(x):
         threading.Timer(0.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        time.sleep(0.5)
+        assert runs[0].stop.wait(30.0)
         return x + x
+
+    monkeypatch.setattr(tuning.Tuner, "_measure", noted)
 
     chain = chain_of()
     with pytest.raises(KeyboardInterrupt):

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ejkernel.callib import next_power_of_2
+from ejkernel.callib import next_power_of_2, strides_from_shape
 from ejkernel.kernels._triton._blocks import ranges
 from ejkernel.kernels._triton.flash_attention import config
 
@@ -15,6 +14,14 @@ from ejkernel.kernels._triton.flash_attention import config
 # Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
 LOOSE = ("offset", "left", "right", "num_sinks", "num_flags", "flag_rows")
 _LOG2_E = 1.4426950408889634
+# names of `jax.default_matmul_precision` for no more than TF32 gives
+_LOW_PRECISION = frozenset(
+    {
+        *("default", "high", "bfloat16", "tensorfloat32", "TF32_TF32_F32"),
+        *("F16_F16_F16", "F16_F16_F32", "BF16_BF16_BF16", "BF16_BF16_F32"),
+        *(f"ANY_F8_ANY_F8_{x}" for x in ("F32", "F32_FAST_ACCUM", "ANY", "ANY_FAST_ACCUM")),
+    }
+)
 # where a cap of half precision may err by 2.4e-6 times itself: see `pairs.below_cap`
 _LOW_CAP, _HIGH_CAP = 2.0**-6, 256.0
 
@@ -23,8 +30,7 @@ def dot_precision(dtype: Any) -> str:
     """float32 products stay float32 unless the user lowered `jax.default_matmul_precision`."""
     if jnp.dtype(dtype) != jnp.float32:
         return "ieee"  # without effect on narrower inputs
-    asked = jax.config.jax_default_matmul_precision
-    return "ieee" if asked in (None, "highest", "float32", "F32_F32_F32") else "tf32"
+    return "tf32" if jax.config.jax_default_matmul_precision in _LOW_PRECISION else "ieee"
 
 
 class Call:
@@ -148,7 +154,7 @@ def pair_strides(x: Any) -> list[int]:
     """Strides of [b, h, t, s], 0 along broadcast axes."""
     if x is None:
         return [0] * 4
-    steps = [int(np.prod(x.shape[i + 1 :])) for i in range(4)]
+    steps = strides_from_shape(x.shape)
     return [0 if size == 1 else step for size, step in zip(x.shape, steps, strict=True)]
 
 

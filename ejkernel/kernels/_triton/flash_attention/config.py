@@ -6,15 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel import _settings
+from ejkernel import _device, _settings
 from ejkernel._device import Target
 from ejkernel.callib import next_power_of_2
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
-# Shared memory in bytes that one program may use, by compute capability; AMD's CDNA has 64 KiB.
-_SHARED = {"8.0": 163 << 10, "8.6": 99 << 10, "8.9": 99 << 10, "9.0": 227 << 10, "10.0": 227 << 10}
-_SHARED_AMD = 64 << 10
-_SHARED_LEAST = 99 << 10
+_UNKNOWN_SHARED = 99 << 10  # bytes to a program that any NVIDIA GPU since 2020 has
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +62,7 @@ def shared_limit(target: Target) -> int:
     asked = _settings.current().triton_smem_limit
     if asked is not None:
         return asked
-    if _is_amd(target):
-        return _SHARED_AMD
-    return _SHARED.get(target.capability or "", _SHARED_LEAST)
+    return _device.shared_memory(target.capability) or _UNKNOWN_SHARED
 
 
 def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
@@ -208,16 +203,16 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
 
 def _least(args: Any) -> int:
     # with dropout and a dense mask, Triton 3.6 gives wrong numbers for tiles of 16 in half
-    # precision (H200); tiles of 32 and more agree with the oracle
-    return 32 if args.dropout_prob else 16
+    # precision (H200); tiles of 32 and more agree with the oracle, and so do all of float32
+    return 32 if args.dropout_prob and args.query.dtype.itemsize < 4 else 16
 
 
 def check(args: Any, cfg: Config) -> None:
     """Refuses sizes that give wrong numbers."""
     if min(cfg.block_q, cfg.block_k) < (least := _least(args)):
         raise ValueError(
-            f"`flash_attention`: with dropout, tiles of Triton's must have at least {least} "
-            f"queries and keys; got {cfg.block_q} and {cfg.block_k}."
+            f"`flash_attention`: with dropout in half precision, `q_blocksize` and `kv_blocksize` "
+            f"must be at least {least} in Triton; got {cfg.block_q} and {cfg.block_k}."
         )
 
 
@@ -230,7 +225,10 @@ def testing(args: Any, direction: str) -> Config:
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
     """The guess with the caller's own sizes, which hold for both passes of backward."""
     own = dict.fromkeys(("dq_block_q", "dq_block_k", "dq_warps", "dq_stages"), 0)
-    return dataclasses.replace(guess, **own | settings)
+    made = dataclasses.replace(guess, **own | settings)
+    tile = lambda c: (c.block_q, c.block_k, c.num_warps)
+    # a limit of registers is for the tile that it was measured with
+    return made if tile(made) == tile(guess) else dataclasses.replace(made, max_registers=0)
 
 
 def exchanged(cfg: Config) -> Config:
