@@ -1,9 +1,16 @@
-"""What the backward passes of attention share, whatever their backend: sums over rows, in XLA."""
+"""What attention kernels share, whatever their backend: distances, and sums over rows, in XLA."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+def distance(q_pos: jax.Array, k_pos: jax.Array, dtype: Any) -> jax.Array:
+    """Key position less query position as floats; int32 positions may be 2^32 apart."""
+    near, far = (k_pos - q_pos).astype(dtype), k_pos.astype(dtype) - q_pos.astype(dtype)
+    # of unlike signs it may not fit into 32 bits, and then nothing cancels
+    return jnp.where((k_pos ^ q_pos) < 0, far, near)
 
 
 def row_sums(args: Any, outputs: Any, cotangents: Any, dtype: Any = jnp.float32) -> jax.Array:

@@ -1,5 +1,5 @@
 """What only a GPU shows: offsets beyond 2³¹ elements, one entry's backward after another's forward,
-and a second process with nothing to do."""
+a program for the CPU beside it, and a second process with nothing to do."""
 
 import json
 import os
@@ -9,9 +9,11 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.kernels import _oracle, kernel_registry
+from ejkernel.modules import flash_attention
 from tests.kernels import harness
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +55,24 @@ def test_more_than_two_billion_elements():
     outputs, grads, before = jax.jit(tail)(whole.args, made.cotangents)
     harness.assert_close_to_oracle(_oracle.answer(SPEC, made.args, outputs, grads), made)
     assert [float(x) for x in before] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_arrays_of_the_cpu_are_computed_there(dtype):
+    """A trace does not know where its arrays are; what is chosen for the GPU has a stand-in."""
+    q = jax.random.normal(jax.random.key(0), (2, 40, 2, 16), dtype)
+    loss = lambda q: flash_attention(q, q, q, causal=True).astype(jnp.float32).sum()
+    there = jax.device_put(q, jax.devices("cpu")[0])
+    given, expected = jax.jit(jax.grad(loss))(there), jax.jit(jax.grad(loss))(q)
+    assert [x.platform for x in given.devices()] == ["cpu"]
+    assert "conditional" not in jax.jit(jax.grad(loss)).lower(q).compile().as_text()
+    tolerance = 64 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(given, np.float32),
+        np.asarray(expected, np.float32),
+        rtol=tolerance,
+        atol=tolerance,
+    )
 
 
 @pytest.mark.parametrize("names", [("triton/gpu", "cudnn/gpu"), ("cudnn/gpu", "triton/gpu")])

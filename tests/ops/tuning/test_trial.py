@@ -184,7 +184,15 @@ def test_nothing_of_a_run_stays_alive():
         gc.enable()
 
 
-def test_an_interrupt_ends_a_run_with_the_candidate_it_is_at(monkeypatch):
+@pytest.fixture
+def interruptible():
+    """A process started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_a_run_with_the_candidate_it_is_at(interruptible, monkeypatch):
     seen, runs, measure = [], [], tuning.Tuner._measure
 
     def noted(tuner, run):
@@ -197,7 +205,6 @@ def test_an_interrupt_ends_a_run_with_the_candidate_it_is_at(monkeypatch):
         return x + x
 
     monkeypatch.setattr(tuning.Tuner, "_measure", noted)
-
     chain = chain_of()
     with pytest.raises(KeyboardInterrupt):
         Executor(chain)(Twice(first=interrupted, then=lambda x: seen.append(x) or x + x), X)

@@ -26,6 +26,16 @@ def near(
 
 
 @triton.jit
+def distance(q_pos, k_pos, ROOMY: tl.constexpr):
+    """Key position less query position, float32. ROOMY: as for `near`."""
+    if ROOMY:
+        return (k_pos - q_pos).to(tl.float32)
+    else:  # of unlike signs it may not fit into 32 bits, and then nothing cancels
+        far = k_pos.to(tl.float32) - q_pos.to(tl.float32)
+        return tl.where((k_pos ^ q_pos) < 0, far, (k_pos - q_pos).to(tl.float32))
+
+
+@triton.jit
 def same(q_id, k_id):
     """Pairs of one segment; a negative id is padding."""
     return (q_id == k_id) & (q_id >= 0)

@@ -71,10 +71,11 @@ def logits(
     SLOPES: tl.constexpr,
     CAP: tl.constexpr,
     EXACT: tl.constexpr,
+    ROOMY: tl.constexpr,
 ):
     """Scores in natural units; if not NATURAL, the bare dots, left to the softmax to scale.
 
-    Under a cap and not EXACT, scores less the cap, in units of twice the cap.
+    Under a cap and not EXACT, scores less the cap, in units of twice the cap. ROOMY: see `mask`.
     """
     x = dots
     FACTOR: tl.constexpr = 1.0 if BIAS or SLOPES or EXACT else SCALE  # left to the cap
@@ -83,7 +84,7 @@ def logits(
     if BIAS:
         x += addresses.load_pairs(bias, o_q, o_k, bias_t, bias_s, num_q, num_k).to(tl.float32)
     if SLOPES:
-        x += slope * (k_pos - q_pos).to(tl.float32)
+        x += slope * masks.distance(q_pos, k_pos, ROOMY)
     if CAP is not None:
         if EXACT:
             x = CAP * tanh(tl.div_rn(x, CAP))

@@ -35,7 +35,7 @@ def _key_step(
     dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BK, BQ]
     x = pairs.logits(
         dots, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
     )  # fmt: skip
     GUARDED: tl.constexpr = WARY or (dbias is not None)
     if not GUARDED:  # before exp2, a branch does not cut the flow of products

@@ -54,7 +54,7 @@ def _step(
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
     x = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0,
+        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
     )  # fmt: skip
     x = pairs.hide(
         x, float("-inf"), masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None],

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels import _attention
 from ejkernel.kernels._xla._blocks import loops, philox, ranges
 from ejkernel.xla_utils import segments
 
@@ -232,7 +233,7 @@ class Pairs:
             slopes = loops.take(self.slopes, at.g, self.blocks.g, 1)
             slopes = slopes[:, :, :, None, None] if order == "ts" else slopes[:, :, None, :, None]
             q_pos, k_pos = self._q(self.q_pos, at, order), self._k(self.k_pos, at, order)
-            x = x + slopes * (k_pos - q_pos).astype(self.dtype)
+            x = x + slopes * _attention.distance(q_pos, k_pos, self.dtype)
         cap = self.args.logits_soft_cap
         return x if cap is None else cap * jnp.tanh(x / cap)
 

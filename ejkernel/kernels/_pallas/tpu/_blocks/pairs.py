@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels import _attention
 from ejkernel.kernels._pallas.tpu._blocks import philox, ranges, tiles
 
 _MOST = 2**31 - 1  # a position
@@ -58,15 +59,15 @@ class Tile:
 
 
 def distance(rules: Rules, refs: Any, at: Tile) -> jax.Array:
-    """Key position less query position, int32."""
+    """Key position less query position, float32."""
     sign = -1 if rules.holds_keys else 1
     if rules.positions:
         lanes, rows = _streamed_row(refs, rules.num_ids, at), _held(refs, rules.num_ids, at)
-        return lanes - rows if sign > 0 else rows - lanes
+        return _attention.distance(*((rows, lanes) if sign > 0 else (lanes, rows)), jnp.float32)
     lanes = jax.lax.broadcasted_iota(jnp.int32, at.shape, 1)
     rows = jax.lax.broadcasted_iota(jnp.int32, at.shape, 0)
     start = sign * (at.streamed - at.held) - rules.offset
-    return (lanes - rows if sign > 0 else rows - lanes) + start
+    return ((lanes - rows if sign > 0 else rows - lanes) + start).astype(jnp.float32)
 
 
 def visible(rules: Rules, refs: Any, at: Tile) -> jax.Array | None:
@@ -123,7 +124,7 @@ def logits(rules: Rules, refs: Any, at: Tile, dots: jax.Array, head: jax.Array) 
     if refs.bias is not None:
         x = x + pair_block(rules, refs.bias, at, jnp.float32)
     if refs.slopes is not None:
-        x = x + refs.slopes[head] * distance(rules, refs, at).astype(jnp.float32)
+        x = x + refs.slopes[head] * distance(rules, refs, at)
     return x if rules.cap is None else rules.cap * jnp.tanh(x * (1.0 / rules.cap))
 
 
