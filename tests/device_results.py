@@ -1,6 +1,6 @@
 """What the kernel tests of a run on a device gave, by op and entry, as a file to commit.
 
-EJKERNEL_TEST_GPU=1 pytest tests/kernels --device-results benchmarks/results/gpu_matrix.json
+make test-gpu
 """
 
 import collections

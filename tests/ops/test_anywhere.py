@@ -1,6 +1,7 @@
 """Programs traced on a machine with a GPU and lowered for a CPU."""
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel import _device
+from ejkernel import _device, _settings
 from ejkernel.modules import flash_attention
-from ejkernel.ops import policy_override
+from ejkernel.ops import find_labels_in_lowered, policy_override
 
 H200 = _device.Target("gpu", "NVIDIA H200", "9.0")
 CPU = _device.describe(jax.devices("cpu")[0])
@@ -95,6 +96,16 @@ def test_a_call_for_a_cpu_has_no_branches():
 def test_an_explicit_platform_never_falls_back(there):
     with pytest.raises(NotImplementedError):
         jax.jit(attend("cudnn"))(*inputs(jnp.bfloat16))
+
+
+def test_labels_name_the_choice(there):
+    with _settings.override(ops_stamp="json"):
+        lowered = jax.jit(gradients(attend())).lower(*inputs(jnp.bfloat16))
+    labels = find_labels_in_lowered(lowered)
+    assert [x.name for x in labels] == ["flash_attention"] * 2  # forward and backward
+    assert {x.document["choice"]["implementation"] for x in labels} == {"cudnn/gpu"}
+    text = lowered.as_text(debug_info=True)  # and what stands in for it here
+    assert re.search(r"ejkernel\.flash_attention\.cudnn/gpu/.*ejkernel\.flash_attention\.xla", text)
 
 
 def test_a_decision_is_logged_once(there, caplog):

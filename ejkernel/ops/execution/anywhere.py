@@ -12,6 +12,7 @@ import jax
 from ejkernel.ops.config.selection import Choice
 from ejkernel.ops.core.kernel import BACKWARD, Implementation, Invocation
 from ejkernel.ops.core.types import AbstractArgs
+from ejkernel.ops.utils import hlo
 from ejkernel.xla_utils import manual
 
 _PLATFORMS = {"gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
@@ -25,7 +26,8 @@ def forward(inv: Invocation, choice: Choice) -> Callable[[AbstractArgs], Any]:
     if other is None:
         return run
     cfg = other.heuristic(inv.call, inv.direction)
-    return lambda args: _either(inv, run, lambda args: other.forward(args, cfg), args)
+    instead = hlo.named(inv, other, lambda args: other.forward(args, cfg))
+    return lambda args: _either(inv, run, instead, args)
 
 
 def backward(inv: Invocation, choice: Choice) -> Callable[..., dict[str, jax.Array]]:
@@ -45,7 +47,7 @@ def backward(inv: Invocation, choice: Choice) -> Callable[..., dict[str, jax.Arr
     other = _stand_in(inv, choice)
     if other is None:
         return run
-    instead = pull(other, other.heuristic(inv.call, inv.direction))
+    instead = hlo.named(inv, other, pull(other, other.heuristic(inv.call, inv.direction)))
     return lambda *operands: _either(inv, run, instead, *operands)
 
 

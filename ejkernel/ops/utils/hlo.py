@@ -60,10 +60,19 @@ def _scope(kind: str, text: str) -> str:
     return f"{_PREFIX}.{kind}.{base64.urlsafe_b64encode(text.encode()).decode().rstrip('=')}"
 
 
+def _name(inv: Any, implementation: Any) -> str:
+    return f"ejkernel.{inv.kernel.name}.{implementation.name}"
+
+
+def named(inv: Any, implementation: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose part of the program has the name of the implementation that it runs."""
+    return jax.named_scope(_name(inv, implementation))(fn)
+
+
 @contextlib.contextmanager
 def stamp(inv: Any, choice: Any) -> Iterator[None]:
     """The label of one call: always its op and implementation; more by `EJKERNEL_OPS_STAMP`."""
-    name = f"ejkernel.{inv.kernel.name}.{choice.implementation.name}"
+    name = _name(inv, choice.implementation)
     mode = _settings.current().ops_stamp
     with contextlib.ExitStack() as scopes:
         scopes.enter_context(jax.named_scope(name))
