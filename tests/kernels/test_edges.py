@@ -73,7 +73,12 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
+LATE = ("wide_values", "group_of_8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LATE else []) for n in SIZES]
+)
 def test_sizes(entry_name, name):
     args = make(arrays(*SIZES[name]) | {"causal": True, "return_lse": True})
     actual, made = run(entry_name, args)
@@ -139,7 +144,12 @@ def test_garbage_in_the_past_reaches_no_later_key(entry_name):
 @pytest.mark.parametrize("factor", [60.0, -60.0])
 @pytest.mark.parametrize(
     ("length", "options"),
-    [(64, {}), (70, {}), (64, {"causal": True}), (70, {"sliding_window": (25, 25)})],
+    [
+        (64, {}),
+        pytest.param(70, {}, marks=pytest.mark.slow),
+        (64, {"causal": True}),
+        (70, {"sliding_window": (25, 25)}),
+    ],
 )
 def test_logits_that_rise_far(entry_name, length, options, factor):
     """A reference that the first keys gave may be hundreds of powers of two too low or high."""
@@ -227,7 +237,7 @@ LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     ("of_queries", "of_keys", "window"),
     [
         (LEAST, MOST, (-1, 0)),
-        (-1, MOST, (-1, 0)),
+        pytest.param(-1, MOST, (-1, 0), marks=pytest.mark.slow),
         (MOST, LEAST, (4, 5)),
         pytest.param(LEAST, MOST, (3, 0), marks=pytest.mark.slow),
         (MOST, LEAST, (-1, 0)),

@@ -48,7 +48,7 @@ def assert_matches(values, cfg):
     harness.assert_close_to_oracle(actual, made)
 
 
-@pytest.mark.parametrize("length", [31, 33])
+@pytest.mark.parametrize("length", [31, pytest.param(33, marks=pytest.mark.slow)])
 def test_lengths_around_a_block(length):
     """Parts of a held block, and blocks that are fetched together or apart."""
     values = arrays(1, length, length + 16, 1, 1, 8, 8) | {"causal": True, "return_lse": True}
@@ -82,7 +82,7 @@ def test_head_sizes_beyond_a_register():
     ("length", "options"),
     [
         ((1000, 1000), {"causal": True}),
-        ((530, 700), {"sliding_window": (200, 3)}),
+        pytest.param((530, 700), {"sliding_window": (200, 3)}, marks=pytest.mark.slow),
         ((600, 560), {"causal": True, "logits_soft_cap": 3.0}),  # rows that see nothing
     ],
 )
@@ -231,7 +231,7 @@ def test_float16_is_refused():
     assert "bfloat16 or float32" in ENTRY.why_not(args)
 
 
-@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("fold", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bfloat16(fold):
     values = {n: x.astype(jnp.bfloat16) for n, x in arrays(1, 40, 40, 2, 1, 16, 16).items()}
     values |= {"causal": True, "return_lse": True}

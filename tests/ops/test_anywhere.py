@@ -62,8 +62,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
+def in_forms():
+    for form in FORMS:
+        late = [] if form in ("outputs", "gradients") else [pytest.mark.slow]
+        yield pytest.param(form, jnp.float32, marks=late)
+        yield form, jnp.bfloat16
+
+
+@pytest.mark.parametrize(("form", "dtype"), list(in_forms()))
 def test_a_trace_for_a_gpu_runs_on_a_cpu(there, form, dtype):
     arrays = inputs(dtype)
     if "vmap" in form:
