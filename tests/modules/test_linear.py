@@ -63,8 +63,7 @@ def test_gradients_without_a_token_reach_the_state_alone():
 @pytest.mark.parametrize(
     "gates",
     [
-        ("g",),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (("gk",), ("gv",))),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (("g",), ("gk",), ("gv",))),
         ("g", "gk", "gv"),
     ],
 )
@@ -138,8 +137,8 @@ def test_chunks_of_any_size_agree(cfg):
 @pytest.mark.parametrize(
     "name",
     [
-        "packed",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cover00", "scalar", "packed_reverse")),
+        "scalar",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("cover00", "packed", "packed_reverse")),
     ],
 )
 def test_token_by_token_and_chunks_have_the_same_gradients(name):

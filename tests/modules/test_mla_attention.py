@@ -127,7 +127,7 @@ def test_gradients_of_bias_and_sinks():
     assert_forms_equal_expanded(xs, with_both, causal=True)
 
 
-@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("absorb", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_both_forms_meet_the_bound_in_half_precision(absorb):
     entry = harness.find_entry("mla_attention", "xla/any")
     made = harness.problem("mla_attention", "causal_window_sinks", "bfloat16")

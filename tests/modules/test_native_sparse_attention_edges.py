@@ -247,7 +247,7 @@ def test_debug_checks_values():
     assert not [p for p in problems if "native_sparse" in p]
 
 
-@pytest.mark.parametrize("spec", [SPEC, APPLY])
+@pytest.mark.parametrize("spec", [pytest.param(SPEC, marks=pytest.mark.slow), APPLY])
 def test_canonical_arguments_are_published_and_read_back(spec):
     for case in spec.cases()[:5]:
         args = spec.make(case, jnp.float32, jax.random.key(1))

@@ -43,7 +43,10 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["plain", "causal_window_sinks", "float8_scales"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", pytest.param("causal_window_sinks", marks=pytest.mark.slow), "float8_scales"],
+)
 @pytest.mark.parametrize("op", SPLIT)
 def test_heads_over_two_devices(op, name):
     """Four query heads and two key heads."""

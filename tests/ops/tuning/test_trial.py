@@ -101,6 +101,7 @@ def test_a_kernel_with_outputs_of_another_dtype_loses_though_it_is_first(entry):
     assert "where the oracle has bfloat16" in failures["xla/any@3 null"]
 
 
+@pytest.mark.slow
 def test_a_backward_is_timed_on_residuals_though_jax_differentiates_the_first_kernel(entry):
     @entry("flash_attention", Platform.XLA, Backend.ANY, priority=3)
     def with_jax(query, key, value):
