@@ -33,8 +33,11 @@ from ejkernel.ops.execution.executor import default_executor
 MODELS = {"d128": (16, 16, 128), "d64": (32, 32, 64), "gqa": (32, 8, 128)}
 LENGTHS = (1024, 4096, 16384)
 TOKENS = 16384
-MODES = ("fwd", "fwd+bwd")
+DIRECTIONS = {"fwd": ("forward",), "fwd+bwd": ("forward", "backward")}
+MODES = tuple(DIRECTIONS)
+INPUTS = frozenset({"query", "key", "value"})
 ROUNDS = 8
+OPTIONS_AT, OPTION_ROUNDS = ("d128", 16384), 24
 MEASURED = ("triton", "cudnn")
 PEERS = ("jax.nn cuDNN", "torch FA2", "torch cuDNN", "public", "public as set", "public unset")
 # (mode, head size) -> our Triton kernel against a peer
@@ -89,19 +92,19 @@ def programs(causal):
     return {(name, mode): program(fn, mode) for name, fn in fns.items() for mode in MODES}
 
 
-def milliseconds(cases):
-    """Of programs and their inputs by name.
+def milliseconds(cases, rounds=ROUNDS):
+    """Of programs and their inputs by name, a time a round.
 
     In turns, shuffled each time, so that a slow moment or a hot neighbour hits all.
     """
-    times, order, chance = {name: [] for name in cases}, list(cases.items()), random.Random(0)
-    for _ in range(ROUNDS):
-        chance.shuffle(order)
+    times, order = {name: [] for name in cases}, list(cases.items())
+    for _ in range(rounds):
+        random.shuffle(order)
         for name, (run, inputs) in order:
             # peers' clocks are on the device: waiting for ours must not show
             timing = measure(lambda r=run, x=inputs: r(*x), num_iters=2, together_ms=25.0)
             times[name].append(timing.median)
-    return {name: statistics.median(some) for name, some in times.items()}
+    return times
 
 
 def inputs_of(mode, xs):
@@ -148,32 +151,38 @@ def torch_times(model, length, causal):
     return times
 
 
-def public_times(folder, models):
-    """Milliseconds of the public package at one length, causal, by shape, name and mode."""
-    asked = [x for x in shapes(models, LENGTHS[1:2]) if x[2]]
-    sizes = [(TOKENS // n, n, *MODELS[model], causal) for model, n, causal in asked]
-    done = subprocess.run(
-        [sys.executable, pathlib.Path(__file__).with_name("gpu_public.py")],
-        input=json.dumps(sizes),
-        env=os.environ | {"PYTHONPATH": folder},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=False))
+class Public:
+    """The public package, in a process of its own."""
+
+    def __init__(self, folder):
+        self.process = subprocess.Popen(
+            [sys.executable, pathlib.Path(__file__).with_name("gpu_public.py")],
+            env=os.environ | {"PYTHONPATH": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, sizes):
+        """Its milliseconds for a shape, by setting and mode; nothing when it has ended."""
+        try:
+            print(json.dumps(sizes), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            return {}
+        return json.loads(self.process.stdout.readline() or "{}")
 
 
-def compile_main(number, count, capability, models, lengths):
+def compile_main(number, count, capability, calls):
     """In a process without a device: compiles every count-th candidate into the cache on disk."""
     target = _device.Target("gpu", "", capability)
     entry = next(e for e in kernel_registry.list("flash_attention") if e.platform == "triton")
     jobs = []
-    for model, length, causal in shapes(models, lengths):
-        xs = jax.eval_shape(lambda m=model, n=length: arrays(m, n))
+    for make, options in calls:
+        xs = jax.eval_shape(make)
 
-        def args_of(q, k, v, causal=causal):
+        def args_of(q, k, v, options=options):
             kernel = FlashAttention()
-            return kernel.prepare(kernel.bind((q, k, v), {"causal": causal}, None))[0]
+            return kernel.prepare(kernel.bind((q, k, v), options, None))[0]
 
         def forward(cfg, q, k, v, args_of=args_of):
             return entry.fn(args_of(q, k, v), cfg)
@@ -181,12 +190,11 @@ def compile_main(number, count, capability, models, lengths):
         def backward(cfg, q, k, v, dout, args_of=args_of):
             args = args_of(q, k, v)
             lse = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
-            wanted = frozenset({"query", "key", "value"})
-            return entry.backward(args, cfg, (dout,), (lse,), (dout,), wanted)
+            return entry.backward(args, cfg, (dout,), (lse,), (dout,), INPUTS)
 
-        for direction, fn, inputs in (("forward", forward, xs[:3]), ("backward", backward, xs)):
-            args = jax.eval_shape(args_of, *xs[:3])
-            jobs += [(fn, c, inputs) for c in entry.candidates(args, direction, target)]
+        args = jax.eval_shape(args_of, *xs[:3])
+        jobs += [(forward, c, xs[:3]) for c in entry.candidates(args, "forward", target)]
+        jobs += [(backward, c, xs) for c in entry.candidates(args, "backward", target)]
     for fn, cfg, inputs in jobs[number::count]:
         jaxpr = jax.make_jaxpr(lambda *x, f=fn, c=cfg: f(c, *x))(*inputs).jaxpr
         for eqn in _triton_call.launches(jaxpr):
@@ -204,60 +212,94 @@ def in_processes(commands, **environment):
         process.wait()
 
 
-def options_table():
-    """Cost of options per visible pair, over the plain causal kernel."""
-    model, length = "d128", 16384
-    xs = arrays(model, length)
-    heads = MODELS[model][0]
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A causal call with an option, what it sees, and what it is compared with."""
+
+    given: dict
+    pairs: float
+    base: str = "plain"
+    mode: str = "fwd"
+    batch: int = 1
+
+    @property
+    def call(self):
+        return {"causal": True, **self.given}
+
+    def arrays(self):
+        xs = arrays(*OPTIONS_AT)
+        return [x.reshape(self.batch, -1, *x.shape[2:]) for x in xs]
+
+
+def option_cases():
+    model, length = OPTIONS_AT
     pairs = length * (length + 1) / 2
-    documents = 8
+    documents, window = 8, 1024
     ids = jnp.repeat(jnp.arange(documents), length // documents)[None]
     inside = documents * (length // documents) * (length // documents + 1) / 2
-    window = 1024
     near = pairs - (length - window - 1) * (length - window) / 2
-    apart = [x.reshape(documents, -1, *x.shape[2:]) for x in xs]
-    # name -> options, visible pairs, mode, inputs, what it is compared to
-    cases = {
-        "plain": ({}, pairs, "fwd", xs, "plain"),
-        "sinks": ({"softmax_aux": jnp.ones((heads, 1))}, pairs, "fwd", xs, "plain"),
-        "soft cap": ({"logits_soft_cap": 30.0}, pairs, "fwd", xs, "plain"),
-        "window 1024": ({"sliding_window": (window, 0)}, near, "fwd", xs, "plain"),
+    both = {"mode": "fwd+bwd", "base": "plain, fwd+bwd"}
+    return {
+        "plain": Option({}, pairs),
+        "sinks": Option({"softmax_aux": jnp.ones((MODELS[model][0], 1))}, pairs),
+        "soft cap": Option({"logits_soft_cap": 30.0}, pairs),
+        "window 1024": Option({"sliding_window": (window, 0)}, near),
         # that documents are short is not the cost of their ids: beside the same rows of a batch
-        "8 rows": ({}, inside, "fwd", apart, "plain"),
-        "8 documents": ({"q_segment_ids": ids, "kv_segment_ids": ids}, inside, "fwd", xs, "8 rows"),
-        "plain, fwd+bwd": ({}, pairs, "fwd+bwd", xs, "plain, fwd+bwd"),
-        "deterministic": ({"deterministic": True}, pairs, "fwd+bwd", xs, "plain, fwd+bwd"),
+        "8 rows": Option({}, inside, batch=documents),
+        "8 documents": Option({"q_segment_ids": ids, "kv_segment_ids": ids}, inside, "8 rows"),
+        "plain, fwd+bwd": Option({}, pairs, **both),
+        "deterministic": Option({"deterministic": True}, pairs, **both),
     }
-    times = milliseconds(
-        {
-            name: (program(ours("triton", causal=True, **more), mode), inputs_of(mode, inputs))
-            for name, (more, _, mode, inputs, _) in cases.items()
-        }
-    )
-    rows = []
-    for name, (_, visible, _, _, base) in cases.items():
-        ms = times[name]
-        cost = ms / times[base] * cases[base][1] / visible
-        rows.append({"option": name, "ms": ms, "cost": cost})
-        print(f"{name:<14} {ms:>8.3f} ms  {cost:.2f} per visible pair")
+
+
+def options_table():
+    """Cost of options per visible pair, over the plain causal kernel, each in turns with it."""
+    cases, rows = option_cases(), []
+
+    def made(name):
+        case = cases[name]
+        run = program(ours("triton", **case.call), case.mode)
+        return run, inputs_of(case.mode, case.arrays())
+
+    for name, case in cases.items():
+        base = cases[case.base]
+        directions = DIRECTIONS[case.mode]
+        xs = case.arrays()[:3]
+        chosen = [tuned(invocation(xs, case.call, "triton", d)) for d in directions]
+        if name == case.base:  # the others are compared with it
+            continue
+        times = milliseconds({x: made(x) for x in (case.base, name)}, OPTION_ROUNDS)
+        ratios = [a / b for a, b in zip(times[name], times[case.base], strict=True)]
+        cost = statistics.median(ratios) * base.pairs / case.pairs
+        medians = {"ms": statistics.median(times[name]), "base": case.base}
+        medians |= {"base ms": statistics.median(times[case.base]), "cost": cost}
+        print(f"{name:<14} {medians['ms']:>8.3f} ms  {cost:.2f} per visible pair; {chosen}")
+        rows.append({"option": name, **medians})
     return rows
 
 
-def invocation(xs, causal, platform, direction):
-    wanted = frozenset({"query", "key", "value"} if direction == "backward" else ())
-    call = {"causal": causal, "platform": platform, "direction": direction, "wanted": wanted}
+def invocation(xs, options, platform, direction):
+    wanted = INPUTS if direction == "backward" else frozenset()
+    call = {**options, "platform": platform, "direction": direction, "wanted": wanted}
     return default_executor().invocation(FlashAttention(), *xs, **call)
+
+
+def tuned(inv):
+    """What a call is run with, measured now."""
+    choice = default_executor().chooser.tune(inv)
+    return f"{choice.implementation.name} {choice.cfg}, said by {choice.source}"
 
 
 def twins(xs, causal, mode):
     """Our entries that "auto" runs, with the same configuration."""
 
     def chosen(platform, direction):
-        choice = default_executor().chooser.choose(invocation(xs[:3], causal, platform, direction))
+        choice = default_executor().chooser.choose(
+            invocation(xs[:3], {"causal": causal}, platform, direction)
+        )
         return choice.implementation.name, choice.cfg
 
-    directions = ("forward",) if mode == "fwd" else ("forward", "backward")
-    same = lambda name: all(chosen(name, d) == chosen("auto", d) for d in directions)
+    same = lambda name: all(chosen(name, d) == chosen("auto", d) for d in DIRECTIONS[mode])
     return [name for name in MEASURED if same(name)]
 
 
@@ -265,9 +307,12 @@ def compare(model, length, causal, public):
     """Milliseconds of everybody and twins of "auto", by (name, mode)."""
     xs, made = arrays(model, length), programs(causal)
     check(made, xs)
-    times = milliseconds({(n, mode): (run, inputs_of(mode, xs)) for (n, mode), run in made.items()})
-    for name, by_mode in public.get((model, length, causal), {}).items():
-        times |= {(name, mode): ms for mode, ms in by_mode.items()}
+    cases = {(n, mode): (run, inputs_of(mode, xs)) for (n, mode), run in made.items()}
+    times = {name: statistics.median(some) for name, some in milliseconds(cases).items()}
+    if public is not None:
+        sizes = (TOKENS // length, length, *MODELS[model], causal)
+        for name, by_mode in public.ask(sizes).items():
+            times |= {(name, mode): ms for mode, ms in by_mode.items()}
     times |= {("auto runs", mode): twins(xs, causal, mode) for mode in MODES}
     return times | torch_times(model, length, causal)
 
@@ -278,7 +323,7 @@ def tune(model, length, causal, platforms):
     executor, made = default_executor(), []
     # a table's first row for a call serves every platform that it can
     for platform, direction in itertools.product(platforms, ("forward", "backward")):
-        inv = invocation(xs, causal, platform, direction)
+        inv = invocation(xs, {"causal": causal}, platform, direction)
         choice = executor.chooser.tune(inv)
         if (stored := executor.chooser.known(inv.key)) is None:
             print(f"not tuned: {model} {length} {causal} {platform} {direction}: {choice.source}")
@@ -334,28 +379,41 @@ def keep(options, rows, extras, table):
         common.save("gpu_attention", shape, rows=rows, **more)
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
     parser.add_argument("--tune", nargs="*", choices=("auto", "triton"), default=["auto", "triton"])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--options", action="store_true", help="the costs of options too")
     parser.add_argument("--public", default="", help="folder of the public package")
     parser.add_argument("--workers", type=int, default=0, help="processes that compile first")
     parser.add_argument("--table", default="", help="a file for the tuned configurations")
     parser.add_argument("--role", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    options = arguments()
     same = ["--models", *options.models, "--lengths", *map(str, options.lengths)]
+    same += ["--options"] if options.options else []
     if options.role:
         number, count, capability = options.role.split("/")
-        return compile_main(int(number), int(count), capability, options.models, options.lengths)
+        calls = [
+            (lambda m=model, n=length: arrays(m, n), {"causal": causal})
+            for model, length, causal in shapes(options.models, options.lengths)
+        ]
+        calls += [(c.arrays, c.call) for c in option_cases().values() if options.options]
+        return compile_main(int(number), int(count), capability, calls)
     workers = options.workers
     roles = [f"{i}/{workers}/{_device.find().capability}" for i in range(workers)]
     in_processes([["--role", role, *same] for role in roles], JAX_PLATFORMS="cpu")
-    public = public_times(options.public, options.models) if options.public else {}
+    public = Public(options.public) if options.public else None
     rows, short, table = [], [], []
-    extras = options_table() if options.options else []
+    extras = []
+    if options.options:
+        extras = options_table()
+        keep(options, rows, extras, table)
     names = ("triton", "cudnn", "auto", *PEERS)
     print(f"{'TFLOP/s':<30}" + "".join(f"{n:>14}" for n in names))
     for model, length, causal in shapes(options.models, options.lengths):

@@ -1,9 +1,9 @@
 """Times of the public package of our name, in a process of its own (see gpu_attention.py).
 
-Reads a list of (batch, length, heads, key heads, head size, causal) from the standard input, and
-writes a line of milliseconds by mode for each: "public unset" without any settings, "public as set"
-with the tiles that its own module sets when nothing is measured, "public" with the fastest of these
-and a setting for Hopper.
+Reads lines of (batch, length, heads, key heads, head size, causal) from the standard input, and
+answers each with a line of milliseconds by setting and mode: "public unset" without any settings,
+"public as set" with the tiles that its own module sets when nothing is measured, "public" with the
+fastest of these and a setting for Hopper.
 """
 
 import json
@@ -71,7 +71,8 @@ def compare(xs, causal):
 
 
 def main():
-    for batch, length, heads, groups, d, causal in json.load(sys.stdin):
+    for line in sys.stdin:
+        batch, length, heads, groups, d, causal = json.loads(line)
         keys = jax.random.split(jax.random.key(length), 4)
         xs = [
             jax.random.normal(key, (batch, length, n, d), jnp.bfloat16)

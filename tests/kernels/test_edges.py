@@ -261,6 +261,17 @@ def test_soft_caps_of_any_size_in_half_precision(entry_name, cap):
     harness.assert_close_to_oracle(actual, made)
 
 
+@pytest.mark.parametrize("window", [None, (9, 0)])
+def test_logits_far_above_their_cap(entry_name, window):
+    values = {n: x.astype(jnp.bfloat16) for n, x in arrays(1, 40, 40, 2, 1, 8, 8).items()}
+    values["query"] = values["query"].at[:, 7:9].multiply(400.0)
+    options = {"logits_soft_cap": 1.5, "sliding_window": window, "return_lse": True}
+    actual, made = run(entry_name, make(values | options))
+    dots = jnp.einsum("btd,bsd->bts", values["query"][:, :, 0], values["key"][:, :, 0])
+    assert jnp.abs(dots[:, 7:9]).max() * 8**-0.5 > 100 * 1.5
+    harness.assert_close_to_oracle(actual, made)
+
+
 def test_no_sinks_at_all(entry_name):
     values = arrays(1, 20, 20, 2, 1, 8, 8)
     actual, made = run(entry_name, make(values | {"softmax_aux": jnp.zeros((2, 0))}))

@@ -28,18 +28,29 @@ def tanh(x):
 
 
 @triton.jit
-def below_cap(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
-    """z for which CAP + 2 CAP z = CAP tanh(x * FACTOR / CAP), to 1.2e-6: enough for half precision.
+def cap_factors(
+    x, FACTOR: tl.constexpr, CAP: tl.constexpr, UNITS: tl.constexpr, BOUND: tl.constexpr
+):
+    """Factors of UNITS * z, the second > 0, with CAP + 2 CAP z = CAP tanh(x * FACTOR / CAP).
 
-    The unit for exp2 and reciprocals is what softmax keeps busy: here a reciprocal is a guess from
-    the bits of its argument and two steps of Newton's, with constants that halve what is left.
+    To 1.2e-6: enough for half precision. If not BOUND, a logit of 40 caps or more may give inf or
+    nan. The unit for exp2 and reciprocals is what softmax keeps busy: here a reciprocal is a guess
+    from the bits of its argument and two steps of Newton's, with constants that halve what is left.
     """
-    # 2^40 is as good as infinity; nan stays nan
-    u = tl.minimum(x * (2.8853900817779268 * FACTOR / CAP), 40.0, tl.PropagateNan.ALL)
-    d = 1.0 + tl.math.exp2(u)  # z = -1 / d
+    u = x * (2.8853900817779268 * FACTOR / CAP)
+    if BOUND:  # 2^40 is as good as infinity; nan stays nan
+        u = tl.minimum(u, 40.0, tl.PropagateNan.ALL)
+    d = tl.math.exp2(u) * (1.0 / UNITS) + 1.0 / UNITS  # z = -1 / (1 + 2^u)
     r = (0x7EF3F000 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     r = r * (2.0015 - d * r)
-    return r * (d * r - 2.0000011)
+    return d * r - 2.0000011, r
+
+
+@triton.jit
+def below_cap(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
+    """z of `cap_factors`."""
+    a, r = cap_factors(x, FACTOR, CAP, 1.0, True)
+    return a * r
 
 
 @triton.jit

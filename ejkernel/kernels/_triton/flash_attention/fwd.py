@@ -52,10 +52,15 @@ def _step(
     b_kp = o_k
     if POSITIONS:
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
-    x = pairs.logits(
-        dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-        slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
-    )  # fmt: skip
+    SPLIT: tl.constexpr = STEADY and CAP is not None and SHIFT != 0.0
+    if SPLIT:  # one product with the cap's last step; what is too high for it is done again
+        x, units = pairs.cap_factors(dots, SCALE, CAP, UNITS, False)
+    else:
+        units = UNITS
+        x = pairs.logits(
+            dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
+            slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
+        )  # fmt: skip
     x = pairs.hide(
         x, float("-inf"), masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None],
         b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t, mask_s, left, right, num_q, num_k,
@@ -63,8 +68,9 @@ def _step(
     )  # fmt: skip
     if STEADY:
         if j == first:
-            m = softmax.shift(tl.max(x, 1) * UNITS, -SHIFT * softmax.LOG2_E)  # else a logit of 0
-        p = tl.math.exp2(x * UNITS - m[:, None])  # [BQ, BK]
+            top = tl.max(x * units, 1) if SPLIT else tl.max(x, 1) * UNITS
+            m = softmax.shift(top, -SHIFT * softmax.LOG2_E)  # else a logit of 0
+        p = tl.math.exp2(x * units - m[:, None])  # [BQ, BK]
         l += tl.sum(p, 1)
     else:
         m, l, p, alpha = softmax.update(m, l, x, UNITS)
