@@ -424,6 +424,24 @@ def test_what_is_not_finite_is_found_and_cleaned():
     np.testing.assert_array_equal(rows, [1, 0, 1, 1])
 
 
+@triton.jit
+def odd_kernel(x, rows, tile, N: tl.constexpr):
+    b_x = tl.load(x + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(rows + tl.arange(0, N), addresses.odd_rows(b_x))
+    tl.store(tile, addresses.any_odd(b_x).to(tl.int32))
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max, -0.0])
+def test_results_that_are_not_finite_are_found(odd):
+    x = np.full((4, 4), np.finfo(np.float32).min, np.float32)
+    x[2, 1] = odd
+    out = [shape(4), shape(1, dtype=jnp.int32)]
+    rows, tile = triton_call(odd_kernel, x, grid=(1,), out_shape=out, N=4)
+    expected = np.where(np.isfinite(x).all(1), 0.0, np.nan)
+    np.testing.assert_array_equal(rows, expected)
+    assert tile[0] == (not np.isfinite(odd))
+
+
 # tanh
 
 

@@ -144,7 +144,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# what others have too, in another mix
+MIXED = ("zigzag_window", "longer_keys_alibi", "allgather")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in MIXED else []) for n in CASES]
+)
 def test_equals_flash_attention_on_the_gathered_arrays(name):
     split, wanted, options = CASES[name]
     xs = arrays(t=24) if name == "longer_keys_alibi" else arrays()

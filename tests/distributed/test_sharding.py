@@ -51,8 +51,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+KINDS = [
+    pytest.param(kind, name, marks=pytest.mark.slow if name in slow else [])
+    for kind, slow in (("auto", ("dropout", "lengths")), ("explicit", ("causal", "segments")))
+    for name in OPTIONS
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_mesh_argument_changes_nothing(kind, name):
     xs, bias = arrays()
     call = functools.partial(flash_attention, **OPTIONS[name])

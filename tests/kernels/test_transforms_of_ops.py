@@ -50,7 +50,13 @@ class Call:
         return sum(jnp.where(jnp.isfinite(x), jnp.sin(x), 0.0).sum() for x in self(*floats))
 
 
-@pytest.fixture(params=OPS)
+# has the blocks of `native_sparse_attention`, whose lists it is given
+SLOW = ("apply_native_sparse_attention",)
+
+
+@pytest.fixture(
+    params=[pytest.param(op, marks=pytest.mark.slow if op in SLOW else []) for op in OPS]
+)
 def call(request):
     return Call(request.param)
 

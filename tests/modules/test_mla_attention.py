@@ -179,7 +179,7 @@ def test_gradient_of_a_shared_rope_part():
 # Rows that nobody sees
 
 
-@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("absorb", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_garbage_beyond_lengths_changes_nothing(absorb):
     clean = arrays(s=T)
     sums = jnp.asarray([0, 9, 28])
@@ -211,7 +211,9 @@ def test_garbage_in_the_future_shows_only_there(absorb):
     assert_close(pushed[1][:, :15], clean[:, :15])
 
 
-@pytest.mark.parametrize("sizes", [(0, 5, 2), (3, 0, 2), (3, 5, 0), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(0, 5, 2), pytest.param((3, 0, 2), marks=pytest.mark.slow), (3, 5, 0), (1, 1, 1)]
+)
 def test_sizes(sizes):
     t, s, batch = sizes
     xs = arrays(t=t, s=s, batch=batch)

@@ -76,7 +76,12 @@ def spoiled(x):
 
 
 @triton.jit
+def odd_rows(x):
+    """0 for each row of a tile, or nan where it holds inf or nan: one instruction an element."""
+    return tl.sum(x * 0.0, 1)
+
+
+@triton.jit
 def any_odd(x):
     """Whether a tile holds inf or nan: what came of a product with something nobody should see?"""
-    odd = (tl.abs(x) < float("inf")) == 0
-    return tl.max(odd.to(tl.int32)) > 0  # over both axes at once: one exchange of warps
+    return (tl.sum(x * 0.0) == 0.0) == 0  # over both axes at once: one exchange of warps

@@ -173,10 +173,12 @@ def flash_attention_fwd_kernel(
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
     if STEADY or MASKS or (mask is not None):
-        again = addresses.any_odd(acc)
+        odd = addresses.odd_rows(acc)
         if STEADY:
-            outside = looks & (((l >= _LEAST) & (l <= _MOST)) == 0)
-            again |= tl.max(outside.to(tl.int32), 0) > 0
+            sound = (l + odd >= _LEAST) & (l + odd <= _MOST)
+        else:
+            sound = odd == 0.0
+        again = tl.max((looks & (sound == 0)).to(tl.int32), 0) > 0
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
