@@ -30,7 +30,7 @@ test: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow'
 
 test-all: $(VENV)/.test
-	$(PYTEST) -n 2 --dist loadgroup
+	$(PYTEST) -n 2 --dist loadgroup --optimised
 
 # On a machine with a GPU, with the Python that has its JAX: make test-gpu PYTHON=python3
 GPU_WORKERS ?= 4

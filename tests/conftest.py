@@ -28,6 +28,7 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 def pytest_addoption(parser):
     parser.addoption("--device-results", help="a file for outcomes by kernel; see device_results")
+    parser.addoption("--optimised", action="store_true", help="see tests/modules/conftest.py")
 
 
 def pytest_configure(config):
