@@ -28,7 +28,7 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 def pytest_addoption(parser):
     parser.addoption("--device-results", help="a file for outcomes by kernel; see device_results")
-    parser.addoption("--optimised", action="store_true", help="see tests/modules/conftest.py")
+    parser.addoption("--optimised", action="store_true", help="compile every test as a user would")
 
 
 def pytest_configure(config):
@@ -43,6 +43,20 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("tpu") and jax.default_backend() != "tpu":
             item.add_marker(pytest.mark.skip(reason="needs a TPU"))
+
+
+# Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
+_QUICK = ("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/test_transforms")
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request):
+    name = request.node.nodeid
+    quick = name.startswith(_QUICK) and "memory" not in name and jax.default_backend() == "cpu"
+    if quick and not request.config.getoption("--optimised"):
+        jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_runtest_logreport(report):
