@@ -11,10 +11,10 @@ _SPECS = pathlib.Path(__file__).parents[1] / "ejkernel" / "kernels" / "_specs"
 _TEST = 15.0  # one test that is not marked slow
 _OP = 65.0  # the kernel tests of one op
 _PARTS = {
-    "kernels/flash_attention": 480.0,  # and the transformations of all ops
+    "kernels/flash_attention": 450.0,  # and the transformations of all ops
     "blocks": 130.0,
     "modules": 450.0,  # 20 s an op
-    "ops": 150.0,
+    "ops": 120.0,
     "aot": 60.0,
     "distributed": 200.0,
     "reliability": 65.0,

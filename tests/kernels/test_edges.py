@@ -272,6 +272,21 @@ def test_logits_far_above_their_cap(entry_name, window):
     harness.assert_close_to_oracle(actual, made)
 
 
+@pytest.mark.parametrize(("names", "garbage"), [(("query",), 3e4), (("query", "key"), np.nan)])
+def test_garbage_in_padding_under_a_cap(entry_name, names, garbage):
+    """Padding has no logsumexp, whatever it holds."""
+    values = {n: x.astype(jnp.bfloat16) for n, x in arrays(1, 80, 80, 2, 1, 8, 8).items()}
+    ids = jnp.where(jnp.arange(80) < 20, 0, -1)[None]
+    options = {"logits_soft_cap": 1.5, "return_lse": True}
+    options |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+    made = harness.solve(SPEC, make(values | options))
+    for name in names:
+        values[name] = values[name].at[:, 20:].set(garbage)
+    actual, _ = run(entry_name, make(values | options), made)
+    harness.assert_close_to_oracle(actual, made)
+    assert np.isneginf(actual.outputs["lse"][..., 20:]).all()
+
+
 def test_no_sinks_at_all(entry_name):
     values = arrays(1, 20, 20, 2, 1, 8, 8)
     actual, made = run(entry_name, make(values | {"softmax_aux": jnp.zeros((2, 0))}))

@@ -173,12 +173,10 @@ def flash_attention_fwd_kernel(
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
     if STEADY or MASKS or (mask is not None):
-        odd = addresses.odd_rows(acc)
+        bad = (addresses.odd_rows(acc) == 0.0) == 0
         if STEADY:
-            sound = (l + odd >= _LEAST) & (l + odd <= _MOST)
-        else:
-            sound = odd == 0.0
-        again = tl.max((looks & (sound == 0)).to(tl.int32), 0) > 0
+            bad |= looks & (((l >= _LEAST) & (l <= _MOST)) == 0)
+        again = tl.max(bad.to(tl.int32), 0) > 0
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
