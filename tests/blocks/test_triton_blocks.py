@@ -464,30 +464,20 @@ def test_tanh_for_half_precision():
 
 
 @triton.jit
-def factors_kernel(x, first, second, N: tl.constexpr, UNITS: tl.constexpr):
+def series_kernel(x, out, N: tl.constexpr, SLOPE: tl.constexpr, UNITS: tl.constexpr):
     o = tl.arange(0, N)
-    a, r = pairs.cap_factors(tl.load(x + o), 1.0, 1.0, UNITS, False)
-    tl.store(first + o, a)
-    tl.store(second + o, r)
+    b_x = tl.load(x + o)
+    tl.store(out + o, pairs.cap_series(b_x, b_x * b_x, SLOPE, UNITS))
 
 
-@pytest.mark.parametrize("units", [1.0, 86.5617])
-def test_a_cap_in_factors(units):
-    """Right, or so large or nan that the row is found and done again; never a finite wrong one."""
-    near = [np.linspace(*ends, 4096) for ends in ((-20.0, 45.0), (42.0, 46.0))]
-    x = np.concatenate([*near, np.geomspace(46.0, 3e38, 4092), [np.inf, -np.inf, np.nan, -3e38]])
-    x = np.resize(x, 16384).astype(np.float32)
-    sizes = {"N": x.size, "UNITS": units}
-    out = [shape(x.size), shape(x.size)]
-    a, r = map(np.asarray, triton_call(factors_kernel, x, grid=(1,), out_shape=out, **sizes))
-    with np.errstate(invalid="ignore", over="ignore"):
-        found, wide = a * r, x.astype(np.float64)
-        expected = units * (np.tanh(wide) - 1.0) / 2.0
-    again = np.isnan(found) | (found == np.inf)
-    assert not again[x < 40.0].any()
-    assert (again[np.isnan(x)]).all()
-    np.testing.assert_allclose(found[~again], expected[~again], atol=1.2e-6 * units)
-    assert (r[x < 40.0] > 0.0).all()
+@pytest.mark.parametrize("slope", [5e-4, 1.0, 1e3])
+def test_the_series_of_a_cap(slope):
+    end = pairs.SERIES_END.value / slope
+    x, units = np.linspace(-end, end, 8192, dtype=np.float32), 43.28
+    sizes = {"N": x.size, "SLOPE": slope, "UNITS": units}
+    out = triton_call(series_kernel, x, grid=(1,), out_shape=[shape(x.size)], **sizes)[0]
+    expected = units * np.tanh(x.astype(np.float64) * slope)
+    np.testing.assert_allclose(np.asarray(out), expected, rtol=2e-7, atol=1.6e-6 * units)
 
 
 def test_tanh_is_exact_to_float32():

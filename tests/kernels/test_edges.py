@@ -272,6 +272,22 @@ def test_logits_far_above_their_cap(entry_name, window):
     harness.assert_close_to_oracle(actual, made)
 
 
+@pytest.mark.parametrize("cap", [50.0, 60.0])
+def test_rows_all_of_whose_logits_are_near_a_cap(entry_name, cap):
+    """From e^-50 to e^50: no row may need another's reference."""
+    values = arrays(1, 40, 40, 2, 1, 8, 8)
+    values["key"] = values["key"].at[..., 0].add(20.0)
+    for rows, factor in ((slice(7, 20), 15.0), (slice(20, 36), -15.0)):
+        values["query"] = values["query"].at[:, rows, :, 0].set(factor)
+    values = {n: x.astype(jnp.bfloat16) for n, x in values.items()}
+    options = {"logits_soft_cap": cap, "causal": True, "return_lse": True}
+    actual, made = run(entry_name, make(values | options))
+    lse = made.oracle.outputs["lse"]
+    assert (lse[..., 7:20] > 0.95 * cap).all()
+    assert (lse[..., 20:36] < -0.85 * cap).all()
+    harness.assert_close_to_oracle(actual, made)
+
+
 @pytest.mark.parametrize(("names", "garbage"), [(("query",), 3e4), (("query", "key"), np.nan)])
 def test_garbage_in_padding_under_a_cap(entry_name, names, garbage):
     """Padding has no logsumexp, whatever it holds."""

@@ -26,6 +26,7 @@ TARGETS = {
 }
 BATCH, LENGTH, HEADS, GROUPS = 2, 1024, 4, 2
 CAUSAL = {"causal": True}
+CAPPED = {"causal": True, "logits_soft_cap": 30.0}
 EVERYTHING = {
     "causal": True,
     "sliding_window": (256, 0),
@@ -118,6 +119,10 @@ def test_a_plain_call_compiles():
     check_heuristic("forward", 64, {})
 
 
+def test_a_soft_cap_compiles():
+    check_heuristic("forward", 128, CAPPED)
+
+
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_every_option_at_once_compiles(direction):
     check_heuristic(direction, 64, EVERYTHING)
@@ -142,3 +147,12 @@ def test_every_candidate_compiles_and_fits(name, d, dtype, direction):
     arrays = shapes(d, dtype)
     for cfg in configs(config.candidates, direction, arrays, CAUSAL, TARGETS[name]):
         assert_compiles(direction, cfg, arrays, CAUSAL, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_candidate_compiles_and_fits_with_a_soft_cap(name, d):
+    arrays = shapes(d, "bfloat16")
+    for cfg in configs(config.candidates, "forward", arrays, CAPPED, TARGETS[name]):
+        assert_compiles("forward", cfg, arrays, CAPPED, name)

@@ -56,3 +56,7 @@ def test_rows_whose_weights_leave_their_range_are_computed_again(products):
     once = products()
     assert once == 2 * 4 * 4
     assert products(softmax_scale=300.0) > once
+
+
+def test_rows_with_logits_above_their_cap_are_computed_twice(products):
+    assert products(logits_soft_cap=1.0) == 2 * products()

@@ -12,6 +12,7 @@ from ejkernel.kernels._triton._blocks import mask as masks
 
 # A hidden logit under a cap, in backward: its weight is 0, and the cap's derivative still finite
 DEEP = tl.constexpr(-1e15)
+SERIES_END = tl.constexpr(1.2)  # of `cap_series`
 
 
 @triton.jit
@@ -28,29 +29,33 @@ def tanh(x):
 
 
 @triton.jit
-def cap_factors(
-    x, FACTOR: tl.constexpr, CAP: tl.constexpr, UNITS: tl.constexpr, BOUND: tl.constexpr
-):
-    """Factors of UNITS * z, the second > 0, with CAP + 2 CAP z = CAP tanh(x * FACTOR / CAP).
+def below_cap(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
+    """z for which CAP + 2 CAP z = CAP tanh(x * FACTOR / CAP), to 1.2e-6: enough for half precision.
 
-    To 1.2e-6: enough for half precision. If not BOUND, a logit of 40 caps or more may give inf or
-    nan. The unit for exp2 and reciprocals is what softmax keeps busy: here a reciprocal is a guess
-    from the bits of its argument and two steps of Newton's, with constants that halve what is left.
+    The unit for exp2 and reciprocals is what softmax keeps busy: here a reciprocal is a guess from
+    the bits of its argument and two steps of Newton's, with constants that halve what is left.
     """
-    u = x * (2.8853900817779268 * FACTOR / CAP)
-    if BOUND:  # 2^40 is as good as infinity; nan stays nan
-        u = tl.minimum(u, 40.0, tl.PropagateNan.ALL)
-    d = tl.math.exp2(u) * (1.0 / UNITS) + 1.0 / UNITS  # z = -1 / (1 + 2^u)
+    # 2^40 is as good as infinity; nan stays nan
+    u = tl.minimum(x * (2.8853900817779268 * FACTOR / CAP), 40.0, tl.PropagateNan.ALL)
+    d = 1.0 + tl.math.exp2(u)  # z = -1 / d
     r = (0x7EF3F000 - d.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     r = r * (2.0015 - d * r)
-    return d * r - 2.0000011, r
+    return r * (d * r - 2.0000011)
 
 
 @triton.jit
-def below_cap(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
-    """z of `cap_factors`."""
-    a, r = cap_factors(x, FACTOR, CAP, 1.0, True)
-    return a * r
+def cap_series(x, square, SLOPE: tl.constexpr, UNITS: tl.constexpr):
+    """UNITS tanh(x * SLOPE), to 1.6e-6 UNITS while |x * SLOPE| <= SERIES_END.
+
+    A polynomial in the square of x that errs least, with all factors in its constants.
+    """
+    S: tl.constexpr = SLOPE * SLOPE
+    U: tl.constexpr = UNITS * SLOPE
+    y = square * (-0.0018749009712 * U * S * S * S * S * S) + 0.0132465189239 * U * S * S * S * S
+    y = y * square - 0.0478776622570 * U * S * S * S
+    y = y * square + 0.1310811998187 * U * S * S
+    y = y * square - 0.3329641294273 * U * S
+    return x * (y * square + 0.9999824651919 * U)
 
 
 @triton.jit

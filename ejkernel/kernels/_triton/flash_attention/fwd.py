@@ -22,6 +22,9 @@ from ejkernel.kernels._triton.flash_attention import call, config
 
 # what the weights of a row may sum up to, in units of its reference
 _LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**100)
+# Caps under which every row may have a logit of 0 as its reference, e^50 being 2^72; what a dot may
+# be multiplied by to be in units of its cap, so that float32 has the constants of the series
+_SERIES_CAP, _SERIES_SLOPES = 50.0, (5e-4, 1e3)
 
 
 @triton.jit
@@ -34,12 +37,14 @@ def _step(
     SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
-    CUT: tl.constexpr, MASKS: tl.constexpr, STEADY: tl.constexpr, WARY: tl.constexpr,
+    CUT: tl.constexpr, MASKS: tl.constexpr, STEADY: tl.constexpr, SERIES: tl.constexpr,
+    WARY: tl.constexpr,
 ):  # fmt: skip
     """Folds block j of the keys, which may be `masked`, into the state of the rows.
 
     A hidden key has weight 0, but 0 * nan is nan. WARY: a value that is not finite marks its key,
-    and is taken as 0. STEADY: the reference that the first block gave stays.
+    and is taken as 0. STEADY: the reference that the first block gave stays. SERIES: logits are
+    small beside their cap, and have 0 as their reference; m is the largest square of a dot.
     """
     row = j * BK
     o_k = row + tl.arange(0, BK)
@@ -52,11 +57,11 @@ def _step(
     b_kp = o_k
     if POSITIONS:
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
-    SPLIT: tl.constexpr = STEADY and CAP is not None and SHIFT != 0.0
-    if SPLIT:  # one product with the cap's last step; what is too high for it is done again
-        x, units = pairs.cap_factors(dots, SCALE, CAP, UNITS, False)
+    if SERIES:
+        squares = dots * dots
+        m = tl.maximum(m, tl.max(squares, 1))
+        x = pairs.cap_series(dots, squares, SCALE / CAP, CAP * softmax.LOG2_E)
     else:
-        units = UNITS
         x = pairs.logits(
             dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
             slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
@@ -66,11 +71,13 @@ def _step(
         b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t, mask_s, left, right, num_q, num_k,
         num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS, not POSITIONS,
     )  # fmt: skip
-    if STEADY:
-        if j == first:
-            top = tl.max(x * units, 1) if SPLIT else tl.max(x, 1) * UNITS
-            m = softmax.shift(top, -SHIFT * softmax.LOG2_E)  # else a logit of 0
-        p = tl.math.exp2(x * units - m[:, None])  # [BQ, BK]
+    if SERIES:
+        p = tl.math.exp2(x)  # [BQ, BK]
+        l += tl.sum(p, 1)
+    elif STEADY:
+        if j == first:  # a row that sees nothing of it: a logit of 0
+            m = softmax.shift(tl.max(x, 1) * UNITS, -SHIFT * softmax.LOG2_E)
+        p = tl.math.exp2(x * UNITS - m[:, None])
         l += tl.sum(p, 1)
     else:
         m, l, p, alpha = softmax.update(m, l, x, UNITS)
@@ -95,7 +102,7 @@ def flash_attention_fwd_kernel(
     SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
     CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKS: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
@@ -116,6 +123,7 @@ def flash_attention_fwd_kernel(
     STEADY: tl.constexpr = (
         (query.dtype.element_ty != tl.float16) and not BIAS and not SLOPES and (mask is None)
     )
+    SERIES: tl.constexpr = STEADY and LOW and SHIFT > 0.0
 
     query += (wide_b * num_q * HEADS + i_h) * D
     key += (wide_b * num_k * GROUPS + i_g) * D
@@ -159,7 +167,7 @@ def flash_attention_fwd_kernel(
         table, i_q, num_q, num_k, offset, left, right, BQ, BK, LEFT, RIGHT
     )
 
-    m = tl.full([BQ], float("-inf"), tl.float32)
+    m = tl.full([BQ], 0.0 if SERIES else float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, BE], tl.float32)
     for j in range(first, last):
@@ -168,8 +176,24 @@ def flash_attention_fwd_kernel(
             seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
             STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
             BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, False,
+            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, False,
         )  # fmt: skip
+    if SERIES:
+        END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
+        far = tl.max(m, 0) > END * END
+        m = tl.full([BQ], -SHIFT * softmax.LOG2_E, tl.float32)
+        if far:
+            l = tl.zeros([BQ], tl.float32)
+            acc = tl.zeros([BQ, BE], tl.float32)
+            for j in range(first, last):
+                m, l, acc = _step(
+                    m, l, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask,
+                    slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos,
+                    STRIDE_K, STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k,
+                    D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS,
+                    POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY,
+                    False, False,
+                )  # fmt: skip
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
     if STEADY or MASKS or (mask is not None):
@@ -188,7 +212,7 @@ def flash_attention_fwd_kernel(
                     drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K, STRIDE_V,
                     bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
                     PART, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT,
-                    RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, True,
+                    RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, False, True,
                 )  # fmt: skip
 
     m = tl.where(l == 0.0, float("-inf"), m + SHIFT * softmax.LOG2_E)
@@ -204,6 +228,14 @@ def flash_attention_fwd_kernel(
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=addresses.tile_mask(row, num_q, BQ, E, BE))
     p_lse = lse + (wide_b * HEADS + i_h) * num_q + o_q
     tl.store(p_lse, softmax.logsumexp(m, l), mask=o_q < num_q)
+
+
+def _low(args: Any) -> bool:
+    """Whether logits small beside their cap may be capped by a series."""
+    cap = args.logits_soft_cap
+    if cap is None or cap > _SERIES_CAP:
+        return False
+    return _SERIES_SLOPES[0] <= args.softmax_scale / cap <= _SERIES_SLOPES[1]
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -230,6 +262,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         BN=made.sink_block,
         CHECKED=made.cut_keys,
         BACKWARDS=args.sliding_window[1] is not None,
+        LOW=_low(args),
         **made.constants(),
     )
     return ((out, lse) if args.return_lse else (out,)), (lse,)
