@@ -8,6 +8,7 @@ exponents enough for weights far above one. So the sum of values is only ever ad
 products run beside the next block's. Rows whose weights leave the range are done again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -96,21 +97,25 @@ def flash_attention_fwd_kernel(
     query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
     k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
     bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
-    table_b, sinks_h, num_sinks, out, lse,
+    table_b, sinks_h, num_sinks, flags, old_out, old_lse, out, lse, flags_out,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
     CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr,
+    MASKS: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
+    if flags is not None:
+        if tl.load(flags + i_p) == 0:
+            return
     i_q = i_p % num_blocks
     if BACKWARDS:  # causal: the longest rows start first
         i_q = num_blocks - 1 - i_q
-    i_h = (i_p // num_blocks) % HEADS
-    i_b = i_p // (num_blocks * HEADS)
+    line = i_p // num_blocks
+    i_h = line % HEADS
+    i_b = line // HEADS
     i_g = i_h // GROUP
     GROUPS: tl.constexpr = HEADS // GROUP
     row = i_q * BQ
@@ -123,7 +128,7 @@ def flash_attention_fwd_kernel(
     STEADY: tl.constexpr = (
         (query.dtype.element_ty != tl.float16) and not BIAS and not SLOPES and (mask is None)
     )
-    SERIES: tl.constexpr = STEADY and LOW and SHIFT > 0.0
+    SERIES: tl.constexpr = flags_out is not None
 
     query += (wide_b * num_q * HEADS + i_h) * D
     key += (wide_b * num_k * GROUPS + i_g) * D
@@ -178,22 +183,11 @@ def flash_attention_fwd_kernel(
             BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
             THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, False,
         )  # fmt: skip
-    if SERIES:
+    if SERIES:  # for a launch without the series
         END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
         far = tl.max(m, 0) > END * END
+        tl.store(flags_out + i_p, far.to(tl.int32))
         m = tl.full([BQ], -SHIFT * softmax.LOG2_E, tl.float32)
-        if far:
-            l = tl.zeros([BQ], tl.float32)
-            acc = tl.zeros([BQ, BE], tl.float32)
-            for j in range(first, last):
-                m, l, acc = _step(
-                    m, l, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask,
-                    slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos,
-                    STRIDE_K, STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k,
-                    D, E, BD, BE, BQ, BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS,
-                    POSITIONS, LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY,
-                    False, False,
-                )  # fmt: skip
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
     if STEADY or MASKS or (mask is not None):
@@ -201,6 +195,8 @@ def flash_attention_fwd_kernel(
         if STEADY:
             bad |= looks & (((l >= _LEAST) & (l <= _MOST)) == 0)
         again = tl.max(bad.to(tl.int32), 0) > 0
+        if SERIES:
+            again &= far == 0
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
@@ -230,39 +226,47 @@ def flash_attention_fwd_kernel(
     tl.store(p_lse, softmax.logsumexp(m, l), mask=o_q < num_q)
 
 
-def _low(args: Any) -> bool:
-    """Whether logits small beside their cap may be capped by a series."""
-    cap = args.logits_soft_cap
-    if cap is None or cap > _SERIES_CAP:
+def _by_series(args: Any, cap: float) -> bool:
+    """Whether logits are capped by a series as long as they are small beside their cap."""
+    others = (args.bias, args.alibi_slopes, args.attention_mask)
+    if args.query.dtype != jnp.bfloat16 or any(x is not None for x in others):
         return False
-    return _SERIES_SLOPES[0] <= args.softmax_scale / cap <= _SERIES_SLOPES[1]
+    in_range = _SERIES_SLOPES[0] <= args.softmax_scale / cap <= _SERIES_SLOPES[1]
+    return cap <= _SERIES_CAP and in_range
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Outputs (out, and lse when asked for) and residuals (lse)."""
     batch, t, num_heads, _ = args.query.shape
-    width = args.value.shape[-1]
     made = call.Call(args, cfg)
     table = made.key_table()
+    constants = made.constants()
+    programs = cdiv(t, cfg.block_q) * num_heads * batch
     out_shape = [
-        jax.ShapeDtypeStruct((batch, t, num_heads, width), args.query.dtype),
+        jax.ShapeDtypeStruct((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype),
         jax.ShapeDtypeStruct((batch, num_heads, t), jnp.float32),
     ]
-    out, lse = triton_call(
-        flash_attention_fwd_kernel,
-        args.query,
-        args.key,
-        args.value,
-        *made.inputs(),
-        table,
-        *made.sizes(table),
-        grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
-        out_shape=out_shape,
-        **cfg.launch(),
-        BN=made.sink_block,
-        CHECKED=made.cut_keys,
-        BACKWARDS=args.sliding_window[1] is not None,
-        LOW=_low(args),
-        **made.constants(),
-    )
+
+    def launch(flagged: Sequence[Any], flags: Any) -> list[Any]:
+        inputs = [args.query, args.key, args.value, *made.inputs(), table, *made.sizes(table)]
+        inputs += flagged
+        return triton_call(
+            flash_attention_fwd_kernel,
+            *inputs,
+            grid=(programs,),
+            out_shape=[*out_shape, flags],
+            aliases=None if flagged[0] is None else {len(inputs) - 2: 0, len(inputs) - 1: 1},
+            **cfg.launch(),
+            BN=made.sink_block,
+            CHECKED=made.cut_keys,
+            BACKWARDS=args.sliding_window[1] is not None,
+            **constants,
+        )
+
+    flags = None
+    if constants["SHIFT"] and _by_series(args, constants["SHIFT"]):
+        flags = jax.ShapeDtypeStruct((programs,), jnp.int32)
+    out, lse, found = launch([None, None, None], flags)
+    if flags is not None:
+        out, lse, _ = launch([found, out, lse], None)
     return ((out, lse) if args.return_lse else (out,)), (lse,)
