@@ -93,7 +93,7 @@ def _shared_bytes(
 
 # (block_q, block_k, warps, stages, registers), best first, and what backward over queries has of
 # its own: measured on an H200 with 16k tokens (docs/measured.md). 128 registers let four programs
-# of a 64 x 64 tile share a multiprocessor, 168 three.
+# of 64 x 64 tiles share a multiprocessor at d = 64, 168 three of 64 x 32 at d = 128.
 _GUESSES = {
     (FORWARD, 64): (
         (64, 64, 4, 3, 128),

@@ -6,6 +6,9 @@ take a mask. Arrays are [b, t, h, d], contiguous.
 The maximum over the first block stays the reference of a row's weights: float32 and bfloat16 have
 exponents enough for weights far above one. So the sum of values is only ever added to, and its
 products run beside the next block's. Rows whose weights leave the range are done again.
+
+Logits below about their cap are capped by a polynomial; blocks of queries with larger ones are
+marked, and done by a second launch. Caps in exponentials would double what one unit has to do.
 """
 
 from collections.abc import Sequence
@@ -183,7 +186,7 @@ def flash_attention_fwd_kernel(
             BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
             THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, False,
         )  # fmt: skip
-    if SERIES:  # for a launch without the series
+    if SERIES:  # marks what is for the second launch
         END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
         far = tl.max(m, 0) > END * END
         tl.store(flags_out + i_p, far.to(tl.int32))
