@@ -37,7 +37,7 @@ def products(monkeypatch):
         values = {"query": q, "key": k, "value": v, **options}
         args = SPEC.canonicalize(SPEC.unpack(SPEC.complete(values)))
         with _settings.override(interpret=True):
-            ENTRY.fn(args, ENTRY.config.testing(args, "forward"))
+            jax.block_until_ready(ENTRY.fn(args, ENTRY.config.testing(args, "forward")))
         return len(count)
 
     return run
