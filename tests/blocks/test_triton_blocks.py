@@ -477,6 +477,7 @@ def test_the_series_of_a_cap(slope):
     sizes = {"N": x.size, "SLOPE": slope, "UNITS": units}
     out = triton_call(series_kernel, x, grid=(1,), out_shape=[shape(x.size)], **sizes)[0]
     expected = units * np.tanh(x.astype(np.float64) * slope)
+    # the polynomial itself errs by 1.56e-6, found with 2 million points; the rest is rounding
     np.testing.assert_allclose(np.asarray(out), expected, rtol=2e-7, atol=1.6e-6 * units)
 
 

@@ -60,3 +60,10 @@ def test_rows_whose_weights_leave_their_range_are_computed_again(products):
 
 def test_rows_with_logits_above_their_cap_are_computed_twice(products):
     assert products(logits_soft_cap=1.0) == 2 * products()
+
+
+def test_only_blocks_with_logits_above_their_cap_are_computed_twice(products):
+    once = products(logits_soft_cap=30.0)
+    assert once == products()
+    far = jnp.ones((1, 64, 1, 16)).at[:, 20].set(500.0)  # in the second block of 16
+    assert products(logits_soft_cap=30.0, query=far.astype(jnp.bfloat16)) == once * 5 // 4

@@ -45,7 +45,7 @@ def below_cap(x, FACTOR: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def cap_series(x, square, SLOPE: tl.constexpr, UNITS: tl.constexpr):
-    """UNITS tanh(x * SLOPE), to 1.6e-6 UNITS while |x * SLOPE| <= SERIES_END.
+    """UNITS tanh(x * SLOPE), to 1.6e-6 UNITS and rounding while |x * SLOPE| <= SERIES_END.
 
     A polynomial in the square of x that errs least, with all factors in its constants.
     """
