@@ -37,7 +37,7 @@ GPU_WORKERS ?= 4
 GPU_TESTS := tests/kernels tests/callib -k 'triton or cudnn or test_gpu' --deselect tests/kernels/test_triton_compiles.py
 
 test-gpu:
-	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -n $(GPU_WORKERS) $(GPU_TESTS) --device-results benchmarks/results/gpu_matrix.json
+	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) --device-results benchmarks/results/gpu_matrix.json
 
 # A short suite for the other Python versions.
 SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py
