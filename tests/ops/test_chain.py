@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from numpy.testing import assert_array_equal
 
+from ejkernel import _settings
 from ejkernel.errors import SelectionError, UnsupportedError
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import (
@@ -259,6 +260,24 @@ def test_overrides_of_forward_and_backward_are_apart(qkv):
     }
     assert notes.said["backward"].cfg.block_k == 8
     assert len(executor.chooser.cache) == 0
+
+
+def test_a_bad_configuration_of_the_backward_is_refused_by_the_forward(qkv):
+    bad = BwdParams(kv_blocksize=24)
+    run = lambda: Executor()(FlashAttention(), *qkv, platform="triton", bwd_params=bad)
+    with _settings.override(interpret=True), pytest.raises(ValueError, match="power of two"):
+        run()
+    same = Executor()(FlashAttention(), *qkv, platform="xla", bwd_params=bad)  # which takes it
+    assert_array_equal(same, Executor()(FlashAttention(), *qkv, platform="xla"))
+
+
+def test_a_backward_that_jax_makes_has_nothing_to_configure(qkv):
+    kernel, made = FlashAttention(), FlashAttention.implementations
+    by_jax = lambda inv: [dataclasses.replace(x, derivative="jax") for x in made(kernel, inv)]
+    kernel.implementations = by_jax
+    Executor()(kernel, *qkv, platform="xla")
+    with pytest.raises(UnsupportedError, match="xla/any has no backward to configure"):
+        Executor()(kernel, *qkv, platform="xla", bwd_params=BwdParams(kv_blocksize=8))
 
 
 def test_params_keep_the_heuristic_where_they_say_nothing(qkv):

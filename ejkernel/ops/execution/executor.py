@@ -10,12 +10,20 @@ import jax
 import numpy as np
 
 from ejkernel import _device, _settings
+from ejkernel.errors import UnsupportedError
 from ejkernel.ops import registry
 from ejkernel.ops.config import selection
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core import autodiff, sharding
-from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Invocation, Kernel, Request
+from ejkernel.ops.core.kernel import (
+    BACKWARD,
+    FORWARD,
+    Implementation,
+    Invocation,
+    Kernel,
+    Request,
+)
 from ejkernel.ops.core.types import AbstractArgs
 from ejkernel.ops.execution import anywhere
 from ejkernel.ops.utils import fingerprint, hlo
@@ -180,9 +188,24 @@ class Executor:
         what = f"{inv.kernel.name} ({inv.direction})"
         logger.info("%s for %s: %s %s, said by %s", what, selection.shapes(inv), *told[1:])
 
+    def _check_backward(self, inv: Invocation, forward: Implementation, override: Any) -> None:
+        """Refuses what a caller configured the backward with, before a gradient is asked for."""
+        if forward.derivative == "jax":
+            raise UnsupportedError(
+                f"`{inv.kernel.name}`: {forward.name} has no backward to configure: JAX makes it."
+            )
+        there = dataclasses.replace(inv, direction=BACKWARD, override=override)
+        try:
+            selection.sort_out(there)
+        except UnsupportedError:  # of which a gradient will tell; this call may want none
+            return
+        self.chooser.choose(there)
+
     def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> Any:
         choice = self._choose(inv, known)
         kernel, implementation = inv.kernel, choice.implementation
+        if request.backward is not None:
+            self._check_backward(inv, implementation, request.backward)
         with hlo.stamp(inv, choice):
             run = anywhere.forward(inv, choice)
             if implementation.derivative == "jax":
