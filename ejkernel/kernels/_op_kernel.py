@@ -121,7 +121,9 @@ class OpKernel(Kernel):
                 raise TypeError(f"`{self.op}`: `cfg` must be a {kind}; got {cfg!r}.")
             fwd, bwd = cfg.fwd_params, cfg.bwd_params
         for name, params, kind in (("fwd_params", fwd, FwdParams), ("bwd_params", bwd, BwdParams)):
-            if not (params is None or isinstance(params, kind) or dataclasses.is_dataclass(params)):
+            # or a kernel's own config
+            own = dataclasses.is_dataclass(params) and not isinstance(params, FwdParams | BwdParams)
+            if not (params is None or isinstance(params, kind) or own):
                 raise TypeError(f"`{self.op}`: `{name}` must be a {kind.__name__}; got {params!r}.")
         backend = getattr(cfg, "backend", None)
         if backend not in (None, *Backend):

@@ -335,6 +335,7 @@ BAD = {
     ),
     "fwd_params_type": ({"fwd_params": "big"}, TypeError, ["FwdParams", "'big'"]),
     "bwd_params_type": ({"bwd_params": "big"}, TypeError, ["BwdParams", "'big'"]),
+    "params_exchanged": ({"bwd_params": FwdParams()}, TypeError, ["bwd_params", "a BwdParams"]),
     # meshes
     "mesh_alone": (
         {"mesh": jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))},
