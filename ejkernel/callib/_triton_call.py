@@ -14,8 +14,14 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ejkernel.callib import _triton_check, _triton_compile, _triton_interpret, _triton_jaxlib
-from ejkernel.callib._triton_compile import Compiled, GpuTarget, Signature
+from ejkernel.callib import (
+    _triton_check,
+    _triton_compile,
+    _triton_interpret,
+    _triton_jaxlib,
+    _triton_source,
+)
+from ejkernel.callib._triton_compile import Compiled, Constants, Exact, GpuTarget, Signature
 from ejkernel.xla_utils import manual
 
 _MOST_PROGRAMS = _triton_check.MOST_PROGRAMS[1]  # beside the first axis of a grid
@@ -28,7 +34,7 @@ class Launch:
     kernel: Any
     slots: tuple[Any, ...]  # a kernel's inputs: an index of an array, ("int", value), or None
     grid: tuple[int, ...]
-    constants: tuple[tuple[str, Any], ...]
+    constants: Constants
     options: tuple[tuple[str, Any], ...]
     out: tuple[tuple[tuple[int, ...], str] | None, ...]  # shapes and dtypes; None: absent
     zeroed: frozenset[int]
@@ -75,10 +81,13 @@ def triton_call(
       num_stages: Depth of the software pipeline.
       zeroed: Outputs that start as zeros; the others start as whatever memory holds.
       aliases: Index of an array among the inputs to the output that shares its memory.
-      options: Further options of Triton's compiler.
+      options: Further options of Triton's compiler, such as `maxnreg`.
       **constants: The kernel's `tl.constexpr` parameters.
     """
+    settings = {"num_warps": num_warps, "num_stages": num_stages}
     _triton_check.check(kernel, inputs, grid, out_shape, zeroed, aliases or {}, constants)
+    _triton_check.check_options(kernel, settings, options or {})
+    constants = {n: v.item() if isinstance(v, np.generic) else v for n, v in constants.items()}
     arrays: list[jax.Array] = []
     slots: list[Any] = []
     for value in inputs:
@@ -94,10 +103,8 @@ def triton_call(
         kernel=kernel,
         slots=tuple(slots),
         grid=tuple(int(n) for n in grid),
-        constants=tuple(sorted(constants.items())),
-        options=tuple(
-            sorted({"num_warps": num_warps, "num_stages": num_stages, **(options or {})}.items())
-        ),
+        constants=tuple((name, Exact(value)) for name, value in sorted(constants.items())),
+        options=tuple(sorted({**settings, **(options or {})}.items())),
         out=tuple(
             None if o is None else (tuple(o.shape), jnp.dtype(o.dtype).name) for o in out_shape
         ),
@@ -150,7 +157,9 @@ def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, launch: Launch) -> Any
         moved, flags = _fold(moved, flags, size, launch.batch)
     total = size if launch.batch is None else size * launch.batch[0]
     flat = dataclasses.replace(launch, batch=None)
-    if len(launch.grid) == 3 or (len(launch.grid) == 2 and total > _MOST_PROGRAMS):
+    full = len(launch.grid) == 3 or (len(launch.grid) == 2 and total > _MOST_PROGRAMS)
+    # a kernel that looks at axes behind its grid must find one program there
+    if full or any(axis >= len(launch.grid) for axis in _triton_source.grid_axes(launch.kernel)):
         some = [x for x, flag in zip(moved, flags, strict=True) if flag]
 
         def one(given: Sequence[Any]) -> Any:
@@ -197,27 +206,36 @@ def _batched_kernel(kernel: Any, strided: tuple[str, ...], count: int, axis: int
     import triton
 
     names = kernel.arg_names
-    moved = [f"{n} + i_v * stride_{n}" if n in strided else n for n in names[:count]]
+    index, size, callee, tl = (_unused(n, names) for n in ("index", "size", "kernel", "tl"))
+    strides = {n: _unused(f"stride_{n}", names) for n in strided}
+    moved = [f"{n} + {index} * {strides[n]}" if n in strides else n for n in names[:count]]
     constants = names[count:]
-    first = f"tl.program_id({axis})"
+    first = f"{tl}.program_id({axis})"
     if axis == 1:  # two free axes: more programs than one of them may have
-        first += " + tl.program_id(2) * tl.num_programs(1)"
-    head = [*names[:count], "n_v", *(f"stride_{n}" for n in strided)]
-    parameters = ", ".join([*head, *(f"{n}: tl.constexpr" for n in constants)])
+        first += f" + {tl}.program_id(2) * {tl}.num_programs(1)"
+    head = [*names[:count], size, *strides.values()]
+    parameters = ", ".join([*head, *(f"{n}: {tl}.constexpr" for n in constants)])
     arguments = ", ".join([*moved, *(f"{n}={n}" for n in constants)])
-    name = f"{kernel.fn.__name__}_batched"
+    name = _unused(f"{kernel.fn.__name__}_batched", names)
     text = (
         f"def {name}({parameters}):\n"
-        f"    i_v = ({first}).to(tl.int64)\n"
-        f"    if i_v < n_v:\n"
-        f"        kernel({arguments})\n"
+        f"    {index} = ({first}).to({tl}.int64)\n"
+        f"    if {index} < {size}:\n"
+        f"        {callee}({arguments})\n"
     )
     path = f"<{name} over axis {axis} of {'_'.join(strided)}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    scope: dict[str, Any] = {"kernel": kernel, "tl": triton.language, "__name__": __name__}
+    scope: dict[str, Any] = {callee: kernel, tl: triton.language, "__name__": __name__}
     exec(compile(text, path, "exec"), scope)
     loose = [names[i] for i in range(count) if kernel.params[i].do_not_specialize]
-    return triton.jit(do_not_specialize=loose)(scope[name])
+    return triton.jit(do_not_specialize=loose, debug=kernel.debug)(scope[name])
+
+
+def _unused(name: str, names: Sequence[str]) -> str:
+    """A name that is none of a kernel's parameters."""
+    while name in names:
+        name += "_"
+    return name
 
 
 # Lowering
@@ -303,7 +321,6 @@ def _lower_gpu(platform: str, ctx: Any, *operands: Any, launch: Launch) -> Any:
     facts = {
         "grid": plan.grid,
         "name": launch.kernel.fn.__name__,
-        "num_warps": dict(launch.options)["num_warps"],
         "aliases": [(a, order.index(o)) for a, o in launch.aliases],
     }
     return _triton_jaxlib.lower(ctx, operands, compiled, target, plan.parameters, facts)
@@ -359,7 +376,8 @@ def _run_on_host(arrays: list[np.ndarray], launch: Launch) -> list[np.ndarray]:
             for slot in launch.slots
         ]
         parameters = [*inputs, *outs]
-        _triton_interpret.run(launch.kernel, parameters, dict(launch.constants), launch.grid)
+        constants = _triton_compile.values(launch.constants)
+        _triton_interpret.run(launch.kernel, parameters, constants, launch.grid)
         for made, out in zip(results, outs, strict=True):
             made.append(out)
     kept = [made for made in results if made[0] is not None]

@@ -4,10 +4,15 @@ The folder is Triton's own cache, keyed by source, signature, constants, options
 Triton's version, so that a second process compiles nothing.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
+import os
 import pathlib
+import shutil
 import tempfile
 import threading
 import warnings
@@ -17,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel import _device, _folders, _settings
+from ejkernel.callib import _triton_source
 from ejkernel.errors import CompilationError, EjkernelWarning
 
 _TYPES = {
@@ -70,12 +76,35 @@ class GpuTarget:
         return f"{self.backend}:{'sm_' if self.backend == 'cuda' else ''}{self.arch}"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exact:
+    """A compile-time value: 1, 1.0 and True make three kernels, and so do 0.0 and -0.0."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Exact) or type(self.value) is not type(other.value):
+            return False
+        a, b = self.value, other.value
+        return repr(a) == repr(b) and bool(a is b or a == b or a != a)  # the last: nan
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), repr(self.value)))
+
+
+Constants = tuple[tuple[str, Exact], ...]
+
+
+def values(constants: Constants) -> dict[str, Any]:
+    return {name: exact.value for name, exact in constants}
+
+
 @dataclasses.dataclass(frozen=True)
 class Signature:
     """A kernel's parameters: a dtype of an array, an int, or None; and its compile-time values."""
 
     parameters: tuple[Any, ...]
-    constants: tuple[tuple[str, Any], ...]
+    constants: Constants
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +114,7 @@ class Compiled:
     name: str
     code: str  # PTX, or the path of an HSACO file
     ttir: str
+    num_warps: int  # which a kernel with warps of several kinds has more of than it was given
     shared_bytes: int
     scratch: tuple[int, int]  # bytes and alignment of global memory for itself
     asm: Mapping[str, Any]
@@ -92,7 +122,10 @@ class Compiled:
 
 def has_type(dtype: Any) -> bool:
     """Whether Triton knows arrays of a dtype."""
-    return jnp.dtype(dtype).name in _TYPES
+    try:
+        return jnp.dtype(dtype).name in _TYPES
+    except TypeError:  # one of JAX's own, as of keys
+        return False
 
 
 def pointer_type(dtype: Any) -> str:
@@ -110,10 +143,26 @@ def folded(kernel: Any, index: int, value: Any) -> bool:
     return one and not kernel.params[index].do_not_specialize
 
 
-def _source(kernel: Any, signature: Signature) -> Any:
+@functools.cache
+def _source_type() -> Any:
+    """Triton's source, under a key that tells types and values read through modules apart."""
     from triton.compiler import ASTSource
 
-    constants: dict[str, Any] = dict(signature.constants)
+    class Source(ASTSource):
+        def hash(self) -> str:
+            plain = bool | int | float | str | tuple
+            exact = [
+                (place, type(v).__qualname__, repr(v) if isinstance(v, plain) else "")
+                for place, v in sorted(self.constants.items())
+            ]
+            text = f"{super().hash()}-{exact}-{_triton_source.constants(self.fn)}"
+            return hashlib.sha256(text.encode()).hexdigest()
+
+    return Source
+
+
+def _source(kernel: Any, signature: Signature) -> Any:
+    constants = values(signature.constants)
     types, attributes = {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, signature.parameters, strict=False)):
         if value is None or folded(kernel, i, value):
@@ -127,7 +176,7 @@ def _source(kernel: Any, signature: Signature) -> Any:
             attributes[(i,)] = _ALIGNED
     types |= dict.fromkeys(constants, "constexpr")
     ordered = {name: types[name] for name in kernel.arg_names}
-    return ASTSource(fn=kernel, signature=ordered, constexprs=constants, attrs=attributes)
+    return _source_type()(fn=kernel, signature=ordered, constexprs=constants, attrs=attributes)
 
 
 def cache_folder() -> pathlib.Path:
@@ -142,7 +191,6 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(own).expanduser() / "triton"
 
 
-@functools.cache
 def _writable(folder: pathlib.Path) -> str:
     """A folder, or one of this process alone in its place, with one warning."""
     try:
@@ -150,17 +198,24 @@ def _writable(folder: pathlib.Path) -> str:
         with tempfile.TemporaryFile(dir=folder):
             return str(folder)
     except OSError as error:
-        warnings.warn(
-            f"Compiled Triton kernels cannot be kept in {folder}: {error}. This process keeps "
-            "them to itself; set EJKERNEL_CACHE_DIR to a folder that can be written.",
-            EjkernelWarning,
-            stacklevel=2,
-        )
-        return tempfile.mkdtemp(prefix="ejkernel-triton-")
+        return _own_folder(folder, str(error))
+
+
+@functools.cache
+def _own_folder(folder: pathlib.Path, problem: str) -> str:
+    warnings.warn(
+        f"Compiled Triton kernels cannot be kept in {folder}: {problem}. This process keeps "
+        "them to itself; set EJKERNEL_CACHE_DIR to a folder that can be written.",
+        EjkernelWarning,
+        stacklevel=2,
+    )
+    own = tempfile.mkdtemp(prefix="ejkernel-triton-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
 
 
 @contextlib.contextmanager
-def _cache() -> Iterator[None]:
+def _cache(anew: bool) -> Iterator[None]:
     """Directs Triton's cache, even where somebody switched it off, and counts its hits."""
     from triton import knobs
 
@@ -171,7 +226,75 @@ def _cache() -> Iterator[None]:
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = path
         knobs.compilation.listener = count
+        knobs.compilation.store_binary_only = False  # a launch needs the others
+        if anew:
+            knobs.compilation.always_compile = True
         yield
+
+
+class _DamagedError(Exception):
+    """Files of a kernel are not what was written."""
+
+
+# what reading raises when a file was cut short, emptied, removed or written by another
+_UNREADABLE = (
+    _DamagedError,
+    json.JSONDecodeError,
+    UnicodeDecodeError,
+    LookupError,
+    FileNotFoundError,
+    TypeError,
+    AttributeError,
+)
+
+
+def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
+    """Triton's result, from disk or made now; made again where its files are damaged."""
+    import triton
+
+    for anew in (False, True):
+        with _cache(anew):
+            found = counts["found"]
+            try:
+                result = triton.compile(source, target=target, options=options)
+                _verify(result, from_disk=counts["found"] > found)
+            except _UNREADABLE as error:
+                if anew:
+                    raise
+                warnings.warn(
+                    f"A compiled Triton kernel, `{source.fn.__name__}` in {cache_folder()}, cannot "
+                    f"be read ({type(error).__name__}: {error}); it is compiled again.",
+                    EjkernelWarning,
+                    stacklevel=2,
+                )
+            else:
+                return result
+
+
+def _verify(result: Any, from_disk: bool) -> None:
+    """Holds what was read to the checksum beside it; writes one where there is none."""
+    digest = hashlib.sha256()
+    for kind, content in sorted(result.asm.items()):
+        digest.update(kind.encode())
+        digest.update(content if isinstance(content, bytes) else content.encode())
+    if not all(result.asm.get(kind) for kind in _needed(result)):
+        raise _DamagedError("a part is missing")
+    path = pathlib.Path(next(iter(result.metadata_group.values()))).parent / "ejkernel.sha256"
+    if from_disk and path.exists():
+        if path.read_text() != digest.hexdigest():
+            raise _DamagedError("its checksum is another")
+        return
+    with (
+        contextlib.suppress(OSError),
+        tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file,
+    ):
+        file.write(digest.hexdigest())
+        file.close()
+        os.replace(file.name, path)
+
+
+def _needed(result: Any) -> tuple[str, ...]:
+    return ("ttir", "ptx" if result.metadata.target.backend == "cuda" else "hsaco")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -182,34 +305,36 @@ def compile_kernel(
     target: GpuTarget,
 ) -> Compiled:
     """A kernel's code for a target, from this process, from disk, or compiled now."""
-    import triton
     from triton.backends.compiler import GPUTarget
 
     # fused multiply-add is part of the numbers we promise: not left to a changing default
-    chosen = {"enable_fp_fusion": True} | dict(options)
+    chosen = {"enable_fp_fusion": True, "debug": bool(kernel.debug)} | dict(options)
+    _check_options(kernel, chosen, target)
     made = GPUTarget(target.backend, target.arch, 32 if target.backend == "cuda" else 64)
     source = _source(kernel, signature)
-    with LOCK, _cache():
+    how = f"{values(signature.constants)} and {dict(options)}"
+    with LOCK:
         try:
-            result = triton.compile(source, target=made, options=chosen)
+            result = _compiled(source, made, chosen)
         except Exception as error:
             raise CompilationError(
-                f"Triton kernel `{kernel.__name__}` does not compile for {target} with "
-                f"{dict(signature.constants)} and {dict(options)}: {error}"
+                f"Triton kernel `{kernel.__name__}` does not compile for {target} with {how}: "
+                f"{error}"
             ) from error
         metadata = result.metadata
         limit = _device.shared_memory(target.capability)
         if limit is not None and metadata.shared > limit:
             raise CompilationError(
                 f"Triton kernel `{kernel.__name__}` takes {metadata.shared} bytes of shared memory "
-                f"of the {limit} that {target} has, with {dict(signature.constants)} and "
-                f"{dict(options)}: choose smaller blocks or fewer stages."
+                f"of the {limit} that {target} has, with {how}: choose smaller blocks or fewer "
+                "stages."
             )
         code = result.asm["ptx"] if target.backend == "cuda" else _hsaco_path(result)
     return Compiled(
         name=metadata.name,
         code=code,
         ttir=str(result.asm["ttir"]),
+        num_warps=metadata.num_warps,
         shared_bytes=metadata.shared,
         scratch=(
             getattr(metadata, "global_scratch_size", 0) or 0,
@@ -221,3 +346,22 @@ def compile_kernel(
 
 def _hsaco_path(result: Any) -> str:
     return next(str(path) for name, path in result.metadata_group.items() if "hsaco" in name)
+
+
+def known_options(backend: str) -> frozenset[str]:
+    """The options of Triton's compiler for "cuda" or "hip"."""
+    if backend == "cuda":
+        from triton.backends.nvidia.compiler import CUDAOptions as Options
+    else:
+        from triton.backends.amd.compiler import HIPOptions as Options
+    return frozenset(f.name for f in dataclasses.fields(Options))
+
+
+def _check_options(kernel: Any, options: Mapping[str, Any], target: GpuTarget) -> None:
+    """Triton passes over options that it does not know."""
+    known = known_options(target.backend)
+    if unknown := sorted(options.keys() - known):
+        raise ValueError(
+            f"Triton kernel `{kernel.__name__}`: `options` has {unknown}, which Triton's compiler "
+            f"for {target} does not know; it knows {sorted(known)}."
+        )

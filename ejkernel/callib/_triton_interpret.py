@@ -28,6 +28,10 @@ def _twin(kernel: Any) -> Any:
         name: _replaced(value) if name in names else value
         for name, value in original.__globals__.items()
     }
+    cells = original.__closure__ or ()
+    # Triton compiles the text of the function anew, where all names are global
+    for name, cell in zip(original.__code__.co_freevars, cells, strict=True):
+        scope[name] = _replaced(cell.cell_contents)
     copy = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
     )
@@ -43,22 +47,24 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _replaced(value: Any) -> Any:
-    """A helper's twin; for a module of helpers, one with their twins; anything else as it is."""
+    """A helper's twin; for a module, one with the twins of its helpers; anything else as it is."""
     from triton.runtime.jit import JITFunction
 
     if isinstance(value, JITFunction):
         return _twin(value)
     if isinstance(value, types.ModuleType) and not value.__name__.startswith("triton"):
-        content = vars(value)
-        if any(isinstance(v, JITFunction) for v in content.values()):
-            return types.SimpleNamespace(
-                **{
-                    name: _twin(v) if isinstance(v, JITFunction) else v
-                    for name, v in content.items()
-                    if not name.startswith("__")
-                }
-            )
+        return _Module(value)
     return value
+
+
+class _Module:
+    """Stands for a module in a twin."""
+
+    def __init__(self, module: types.ModuleType):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _replaced(getattr(self._module, name))
 
 
 @contextlib.contextmanager
@@ -75,7 +81,9 @@ def _interpreted_language() -> Iterator[None]:
         import triton.experimental.gluon  # noqa: F401
     core, builder = tl.core, interpreter.InterpreterBuilder
     places = (tl, core, tl.math, tl.standard, core.tensor, core.dtype, core.condition)
-    kept = [(place, dict(vars(place))) for place in (*places, core.tensor_descriptor_base, builder)]
+    reduction = interpreter.ReduceScanOpInterface
+    places = (*places, core.tensor_descriptor_base, builder, reduction)
+    kept = [(place, dict(vars(place))) for place in places]
     twins = [  # of the functions that Triton itself writes in Triton
         (module, name, _twin(value))
         for module in (tl, tl.standard)
@@ -91,6 +99,7 @@ def _interpreted_language() -> Iterator[None]:
         interpreter._patch_lang = lambda fn: nothing
         for name, method in _with_bfloat16(builder).items():
             setattr(builder, name, method)
+        reduction.apply = _reduction_with_bfloat16(reduction.apply)
         yield
     finally:
         interpreter._patch_lang = patch
@@ -130,8 +139,8 @@ def _with_bfloat16(builder: Any) -> dict[str, Any]:
     """Methods of the interpreter, which computes with the bits of bfloat16, mended."""
     import triton.language as tl
 
-    names = ("create_dot", "cast_impl", "create_fp_to_fp", "binary_op", "unary_op")
-    dot, cast, convert, binary, unary = (getattr(builder, name) for name in names)
+    names = ("create_dot", "cast_impl", "create_fp_to_fp", "binary_op", "unary_op", "create_fma")
+    dot, cast, convert, binary, unary, fma = (getattr(builder, name) for name in names)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
         return dot(self, _wide(a), _wide(b), d, *more)
@@ -154,11 +163,40 @@ def _with_bfloat16(builder: Any) -> dict[str, Any]:
         made = unary(self, _wide(x), op)
         return _narrow(made) if _is_bits(x) else made
 
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        made = fma(self, _wide(x), _wide(y), _wide(z))
+        return _narrow(made) if _is_bits(z) else made
+
     def get_bf16(self: Any, value: float) -> Any:  # not there in Triton 3.6
         return _narrow(self.get_fp32(value))
 
-    mended = (create_dot, cast_impl, create_fp_to_fp, binary_op, unary_op)
+    mended = (create_dot, cast_impl, create_fp_to_fp, binary_op, unary_op, create_fma)
     return dict(zip(names, mended, strict=True)) | {"get_bf16": get_bf16}
+
+
+def _reduction_with_bfloat16(apply: Any) -> Any:
+    """Reductions and scans of the interpreter, mended likewise."""
+    import triton.language as tl
+
+    def tensor(handle: Any, like: Any) -> Any:
+        shape = list(like.shape)
+        kind = tl.block_type(handle.dtype, shape) if shape else handle.dtype
+        return tl.core.tensor(handle, kind)
+
+    def mended(self: Any, given: Any) -> Any:
+        if not isinstance(given, tuple):
+            return mended(self, (given,))[0]
+        bits = [_is_bits(x) for x in given]
+        made = apply(
+            self,
+            tuple(tensor(_wide(x.handle), x) if b else x for x, b in zip(given, bits, strict=True)),
+        )
+        return tuple(
+            tensor(_narrow(x.handle), x) if b and x.dtype.scalar == tl.float32 else x
+            for x, b in zip(made, [*bits, *[False] * len(made)], strict=False)
+        )
+
+    return mended
 
 
 def _put_back(place: Any, content: dict[str, Any]) -> None:
@@ -221,8 +259,14 @@ def run(
 ) -> None:
     """Runs a kernel on NumPy arrays, ints and None, in place."""
     given = [_Tensor(p) if isinstance(p, np.ndarray) else p for p in parameters]
+    constants = {name: _replaced(value) for name, value in constants.items()}
     with LOCK:  # compiling must not see the patched language, nor must the making of a twin
         twin = _twin(kernel)
         with _interpreted_language(), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # as a device: a row of nan is one
-            twin.run(*given, grid=grid, warmup=False, **constants)
+            try:
+                twin.run(*given, grid=grid, warmup=False, **constants)
+            except Exception as error:
+                what = f"Triton kernel `{kernel.fn.__name__}`, interpreted on the CPU"
+                error.add_note(f"{what}, with {constants} and the grid {grid}.")
+                raise

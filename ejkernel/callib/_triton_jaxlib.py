@@ -57,7 +57,7 @@ def lower(
         scratch = compiled.scratch
     kernel = gpu.TritonKernel(
         compiled.name,
-        launch["num_warps"],
+        compiled.num_warps,
         1,
         compiled.shared_bytes,
         compiled.code,

@@ -9,13 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _settings
-from ejkernel.callib import _triton_call, _triton_interpret, triton_call
+from ejkernel.callib import _triton_call, _triton_compile, _triton_interpret, triton_call
 from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.xla_utils import manual
 
 triton = pytest.importorskip("triton")
 tl = triton.language
 HOPPER = GpuTarget("cuda", 90)
+OUT = jax.ShapeDtypeStruct((10,), jnp.float32)
 X = np.linspace(-3.0, 4.0, 10, dtype=np.float32)
 Y = np.cos(np.arange(10, dtype=np.float32))
 
@@ -74,6 +75,26 @@ def on_grid(x, y):
     n = [*x.shape, *[1] * (3 - x.ndim)]
     sizes = {f"N{i}": size for i, size in enumerate(n)}
     return triton_call(grid_kernel, x, y, grid=x.shape, out_shape=[out], **sizes)[0]
+
+
+@triton.jit
+def plane_kernel(x, y, out, N1: tl.constexpr):
+    """x[i, j] + y[0] with a program for each element, which looks at two axes alone."""
+    o = tl.program_id(0) * N1 + tl.program_id(axis=1)
+    tl.store(out + o, tl.load(x + o) + tl.load(y))
+
+
+def on_plane(x, y):
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return triton_call(plane_kernel, x, y, grid=x.shape, out_shape=[out], N1=x.shape[1])[0]
+
+
+@triton.jit
+def named_kernel(x, stride_x, index, kernel, tl_, size, out, i_v: tl.constexpr, B: tl.constexpr):
+    """Has the names for parameters that a batched kernel needs for itself."""
+    o = tl.arange(0, B)
+    v = tl.load(x + o) * stride_x + index * 10 + kernel * 100 + tl_ * 1000 + size * 10000
+    tl.store(out + o, v + i_v)
 
 
 @triton.jit
@@ -230,8 +251,15 @@ def test_vmap_of_a_grid_of_any_rank(shape):
     y = np.linspace(1.0, 2.0, 3, dtype=np.float32)
     expected = xs + (y if len(shape) == 3 else y[0])
     np.testing.assert_allclose(jax.vmap(on_grid, (0, None))(xs, y), expected, rtol=1e-6)
-    text = str(jax.make_jaxpr(jax.vmap(on_grid, (0, None)))(xs, y))
-    assert ("scan[" in text) == (len(shape) == 3)  # no free axis is left
+    # no axis is left, or the kernel looks at those that are
+    assert "scan[" in str(jax.make_jaxpr(jax.vmap(on_grid, (0, None)))(xs, y))
+
+
+def test_vmap_takes_an_axis_that_the_kernel_does_not_look_at():
+    xs, y = np.arange(12.0, dtype=np.float32).reshape(2, 2, 3), np.ones(1, np.float32)
+    run = jax.vmap(on_plane, (0, None))
+    np.testing.assert_array_equal(run(xs, y), xs + 1)
+    assert "scan[" not in str(jax.make_jaxpr(run)(xs, y))
 
 
 def test_nested_vmap_of_three_axes():
@@ -261,8 +289,24 @@ def call(*inputs, outputs=2, **changes):
         ((X, 2.0, 10), {}, TypeError, r"`y` must be an array, an int or None; got 2.0"),
         ((X, True, 10), {}, TypeError, r"`y` must be an array, an int or None; got True"),
         ((X, Y.astype(complex), 10), {}, TypeError, r"`y` is of complex128"),
-        ((), {"grid": ()}, ValueError, r"`grid` must have one to three axes"),
-        ((), {"grid": (1, 1, 1, 1)}, ValueError, r"`grid` must have one to three axes"),
+        ((), {"grid": ()}, ValueError, r"`grid` must be one to three ints"),
+        ((), {"grid": (1, 1, 1, 1)}, ValueError, r"`grid` must be one to three ints"),
+        ((), {"grid": (1.5,)}, ValueError, r"`grid` must be .* got \(1.5,\)"),
+        ((), {"grid": 3}, TypeError, r"`grid` must be a sequence; got 3"),
+        ((), {"zeroed": 0}, TypeError, r"`zeroed` must be a sequence; got 0"),
+        ((), {"out_shape": [X.shape] * 2}, TypeError, r"`out_shape\[0\]` must be a jax.Shape"),
+        ((), {"out_shape": OUT}, TypeError, r"`out_shape` must be a sequence"),
+        ((), {"BLOCK": [4]}, TypeError, r"constant `BLOCK` must be hashable; got \[4\]"),
+        ((X, [1j] * 10, 10), {}, TypeError, r"`y` is of complex128"),
+        ((X, jax.random.key(0), 10), {}, TypeError, r"`y` is of key"),
+        ((X, Y, 2**63), {}, ValueError, r"`n` must fit 64 bits"),
+        ((), {"num_warps": 3}, ValueError, r"`num_warps` must be a power of two up to 32; got 3"),
+        ((), {"num_stages": 0}, ValueError, r"`num_stages` must be an int, at least 1; got 0"),
+        ((), {"options": {"maxnregg": 64}}, ValueError, r"\['maxnregg'\], .*'maxnreg'"),
+        ((), {"options": {"num_warps": 8}}, ValueError, r"\['num_warps'\] are arguments"),
+        ((), {"options": {"num_ctas": 2}}, ValueError, r"JAX launches .* num_ctas=1 only"),
+        ((), {"options": {"launch_pdl": True}}, ValueError, r"JAX launches .* launch_pdl=False"),
+        ((), {"options": {"extern_libs": {}}}, TypeError, r"option `extern_libs` must be hashable"),
         ((), {"grid": (1, 70000)}, ValueError, r"`grid` must .* got \(1, 70000\)"),
         ((), {"zeroed": [7]}, ValueError, r"`zeroed` names the outputs \[7\]; there are 2"),
         ((X[:4], Y, 10), {"aliases": {0: 0}}, ValueError, r"input 0 is float32\[4\], output 0 is"),
@@ -280,6 +324,105 @@ def test_a_call_that_would_go_wrong_is_refused(arguments, changes, error, words)
 def test_a_plain_function_is_no_kernel():
     with pytest.raises(TypeError, match=r"`kernel` must be made by `triton.jit`"):
         triton_call(len, X, grid=(1,), out_shape=[])
+
+
+def test_a_tuned_kernel_is_none_alone():
+    tuned = triton.autotune([triton.Config({"BLOCK": 4})], key=[])(scaled_sum_kernel)
+    with pytest.raises(TypeError, match=r"by `triton.jit` alone; .* Pass its `.fn`"):
+        triton_call(tuned, X, Y, 10, grid=(3,), out_shape=[OUT, OUT], FACTOR=2.0)
+
+
+def test_a_constant_is_no_input():
+    with pytest.raises(TypeError, match=r"`factor` is a `tl.constexpr` of the kernel, and no inp"):
+        triton_call(_weighted, X, 3, grid=(1,), out_shape=[])
+
+
+# Constants
+
+
+@triton.jit
+def product_kernel(x, out, C: tl.constexpr, B: tl.constexpr):
+    o = tl.arange(0, B)
+    tl.store(out + o, tl.load(x + o) * 3 * C * 1000000000)
+
+
+@triton.jit
+def quotient_kernel(x, out, C: tl.constexpr, B: tl.constexpr):
+    o = tl.arange(0, B)
+    tl.store(out + o, tl.load(x + o) / tl.full([B], C, tl.float32))
+
+
+def with_constant(kernel, x, c):
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return triton_call(kernel, x, grid=(1,), out_shape=[out], C=c, B=x.size)[0]
+
+
+def test_constants_that_are_equal_and_not_alike():
+    ones, whole = np.ones(4, np.float32), np.ones(4, np.int32)
+    for c in (0.0, -0.0, 0.0):
+        right = np.copysign(np.inf, c)
+        np.testing.assert_array_equal(with_constant(quotient_kernel, ones, c), right)
+    wrapped = np.float32(-1294967296)  # 3e9 in 32 bits
+    for c in (1, 1.0, 1, np.int64(1), np.float32(1)):
+        right = wrapped if isinstance(c, int | np.integer) else 3e9
+        np.testing.assert_array_equal(with_constant(product_kernel, whole, c), right)
+    both = jax.jit(lambda x: [with_constant(product_kernel, x, c) for c in (1, 1.0)])(whole)
+    np.testing.assert_array_equal(both, [[wrapped] * 4, [3e9] * 4])
+
+
+def test_nan_is_one_constant():
+    nan = lambda: _triton_compile.Exact(float("nan"))
+    assert nan() == nan()
+    assert hash(nan()) == hash(nan())
+    assert _triton_compile.Exact(True) != _triton_compile.Exact(1)
+    assert _triton_compile.Exact((0.0,)) != _triton_compile.Exact((-0.0,))
+
+
+# What the interpreter can do
+
+
+@triton.jit
+def reduced_kernel(x, total, most, sums, fused, B: tl.constexpr):
+    o = tl.arange(0, B)
+    v = tl.load(x + o)
+    tl.store(total, tl.sum(v))
+    tl.store(most, tl.argmax(v, 0))
+    tl.store(sums + o, tl.cumsum(v, 0))
+    tl.store(fused + o, tl.fma(v, v, v))
+
+
+def test_reductions_of_bfloat16():
+    x = jnp.array([-3, 5, -8, 1, 2, -1, 6, -6], jnp.bfloat16)
+    one = lambda kind: jax.ShapeDtypeStruct((1,), kind)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shapes = [one(x.dtype), one(jnp.int32), like, like]
+    made = triton_call(reduced_kernel, x, grid=(1,), out_shape=shapes, B=8)
+    expected = [x.sum(), x.argmax(), jnp.cumsum(x), x * x + x]
+    for actual, right in zip(made, expected, strict=True):
+        np.testing.assert_array_equal(actual, jnp.broadcast_to(right, actual.shape))
+
+
+def test_helpers_in_closures_constants_and_modules():
+    helper, scale = _weighted, tl.constexpr(3.0)
+
+    @triton.jit
+    def kernel(x, out, HELPER: tl.constexpr, B: tl.constexpr):
+        o = tl.arange(0, B)
+        tl.store(out + o, helper(tl.load(x + o), scale) + HELPER(tl.load(x + o), 2.0))
+
+    made = triton_call(kernel, X[:8], grid=(1,), out_shape=[OUT], HELPER=_weighted, B=8)[0]
+    np.testing.assert_allclose(made[:8], 5 * X[:8], rtol=1e-6)
+
+
+@triton.jit
+def failing_kernel(x, out, B: tl.constexpr):
+    tl.store(out + tl.arange(0, B), tl.load(x + tl.arange(0, B + 1)))
+
+
+def test_an_error_of_the_interpreter_names_the_kernel(caplog):
+    with pytest.raises(Exception, match=r"[Ii]nterpret|power of 2"):
+        jax.block_until_ready(triton_call(failing_kernel, X[:8], grid=(1,), out_shape=[OUT], B=8))
+    assert "Triton kernel `failing_kernel`, interpreted on the CPU, with {'B': 8}" in caplog.text
 
 
 # What a GPU gets
@@ -307,7 +450,7 @@ def test_a_batched_launch_passes_strides_and_compiles(tmp_path):
     ((launch, avals),) = launches(jax.vmap(total_of, (0, None)), np.stack([X] * 3), Y)
     plan = _triton_call._plan(launch, avals)
     assert plan.kernel.arg_names == [
-        *("x", "y", "n", "total", "product", "n_v"),
+        *("x", "y", "n", "total", "product", "size"),
         *("stride_x", "stride_total", "stride_product"),
         *("FACTOR", "BLOCK"),
     ]
@@ -330,9 +473,27 @@ def test_each_program_of_a_batched_launch_has_its_own_slices(spread):
     total, product = np.full_like(xs, np.nan), np.full_like(xs, np.nan)
     given = [xs, Y, 10, total, product, *plan.parameters[5:]]
     grid = (plan.grid[0], *spread)
-    _triton_interpret.run(plan.kernel, given, dict(launch.constants), grid)
+    _triton_interpret.run(plan.kernel, given, _triton_compile.values(launch.constants), grid)
     np.testing.assert_allclose(total, 2 * xs + Y, rtol=1e-6)
     np.testing.assert_allclose(product, xs * Y, rtol=1e-6)
+
+
+def test_a_batched_kernel_has_names_of_its_own():
+    """The kernel that a GPU gets, interpreted."""
+    xs = np.stack([X[:8], -X[:8]])
+
+    def run(x):
+        out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+        return triton_call(named_kernel, x, 3, 2, 5, 4, 7, grid=(1,), out_shape=out, i_v=6, B=8)[0]
+
+    expected = xs * 3 + 20 + 500 + 4000 + 70000 + 6
+    np.testing.assert_allclose(jax.vmap(run)(xs), expected, rtol=1e-6)
+    ((launch, avals),) = launches(jax.vmap(run), xs)
+    plan = _triton_call._plan(launch, avals)
+    out = np.full_like(xs, np.nan)
+    given = [xs, 3, 2, 5, 4, 7, out, *plan.parameters[7:]]
+    _triton_interpret.run(plan.kernel, given, _triton_compile.values(launch.constants), plan.grid)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 def test_more_programs_than_an_axis_holds_take_two_axes():

@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import types
 import warnings
 
 import jax
@@ -173,6 +175,130 @@ def test_what_changes_the_code_is_compiled_anew(folder):
     assert counted(lambda: compile_plus(num_warps=8)) == (1, 0)
     assert counted(lambda: compile_plus(options={"maxnreg": 64})) == (1, 0)
     assert counted(lambda: compile_plus(target=GpuTarget("cuda", 80))) == (1, 0)
+
+
+def test_constants_of_other_types_are_other_code(folder):
+    assert counted(lambda: compile_plus(1)) == (1, 0)
+    for other in (1.0, True, -0.0, 0.0):
+        assert counted(lambda other=other: compile_plus(other)) == (1, 0), other
+    assert counted(lambda: compile_plus(np.float32(1))) == (0, 0)  # 1.0
+
+
+@triton.jit
+def chosen_kernel(x, out, MODE: tl.constexpr):
+    if MODE == "1":
+        tl.store(out, 7.0)
+    else:
+        tl.store(out, 9.0)
+
+
+def test_a_text_is_no_number_on_disk(folder):
+    def code(mode):
+        out = [jax.ShapeDtypeStruct((1,), jnp.float32)]
+        run = lambda x: triton_call(chosen_kernel, x, grid=(1,), out_shape=out, MODE=mode)
+        (eqn,) = jax.make_jaxpr(run)(X).eqns
+        return _triton_call.compile_launch(eqn.params["launch"], [eqn.invars[0].aval], HOPPER).ttir
+
+    assert "9.0" in code(1)
+    assert "7.0" in code("1")
+
+
+MODULE = """
+import triton, sizes
+tl = triton.language
+
+@triton.jit
+def kernel(x, out):
+    tl.store(out, tl.load(x) * sizes.FACTOR)
+"""
+
+
+def test_constants_read_through_a_module_are_part_of_the_key(folder, tmp_path, monkeypatch):
+    (tmp_path / "scaled.py").write_text(MODULE)
+    monkeypatch.setitem(sys.modules, "sizes", types.ModuleType("sizes"))
+
+    def code(factor):
+        sys.modules["sizes"] = sizes = types.ModuleType("sizes")
+        sizes.FACTOR = tl.constexpr(factor)
+        spec = importlib.util.spec_from_file_location("scaled", tmp_path / "scaled.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        signature = _triton_compile.Signature((np.dtype(np.float32),) * 2, ())
+        options = (("num_warps", 4), ("num_stages", 3))
+        return _triton_compile.compile_kernel(module.kernel, signature, options, HOPPER).ttir
+
+    assert "2.0" in code(2.0)
+    assert "5.0" in code(5.0)
+    assert counted(lambda: code(2.0)) == (0, 1)
+
+
+@pytest.mark.parametrize("keep", [0, 0.5], ids=["emptied", "cut_short"])
+@pytest.mark.parametrize("target", ["cuda:sm_90", "hip:gfx942"])
+def test_code_that_was_damaged_is_made_again(folder, target, keep):
+    run = lambda: compile_plus(target=GpuTarget.parse(target))
+    assert counted(run) == (1, 0)
+    (path,) = (folder / "triton").rglob("*.ptx" if "cuda" in target else "*.hsaco")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(keep * len(whole))])
+    _triton_compile.compile_kernel.cache_clear()
+    with pytest.warns(EjkernelWarning, match=r"`plus_kernel` in .* cannot be read .* again"):
+        assert counted(run) == (1, 1)
+    assert path.read_bytes() == whole
+    _triton_compile.compile_kernel.cache_clear()
+    assert counted(run) == (0, 1)
+
+
+def test_a_cache_of_binaries_alone_is_not_ours(folder, monkeypatch):
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    assert ".target sm_90" in compile_plus().code
+
+
+@triton.jit
+def specialised_kernel(a, b, n, c, B: tl.constexpr):
+    left = tl.make_tensor_descriptor(a, [B, n], [n, 1], [B, 64])
+    right = tl.make_tensor_descriptor(b, [B, n], [n, 1], [B, 64])
+    total = tl.zeros((B, B), tl.float32)
+    for k in tl.range(0, n, 64, warp_specialize=True):
+        total = tl.dot(left.load([0, k]), right.load([0, k]).T, total)
+    o = tl.arange(0, B)
+    tl.store(c + o[:, None] * B + o[None, :], total)
+
+
+def test_warps_that_triton_adds_are_launched(folder):
+    out = [jax.ShapeDtypeStruct((128, 128), jnp.float32)]
+    x = jax.ShapeDtypeStruct((128, 1024), jnp.float16)
+
+    def run(a, b):
+        options = {"grid": (1,), "out_shape": out, "num_warps": 4, "num_stages": 2}
+        return triton_call(specialised_kernel, a, b, 1024, B=128, **options)
+
+    (eqn,) = jax.make_jaxpr(run)(x, x).eqns
+    made = _triton_call.compile_launch(eqn.params["launch"], [v.aval for v in eqn.invars], HOPPER)
+    (threads,) = re.findall(r"\.reqntid (\d+)", made.code)
+    assert made.num_warps * 32 == int(threads) > 128
+
+
+def test_assertions_of_a_kernel_made_to_debug_are_kept(folder):
+    def assertions(debug):
+        kernel = triton.jit(debug=debug)(asserting)
+        signature = _triton_compile.Signature((np.dtype(np.float32),) * 2, ())
+        options = (("num_warps", 4), ("num_stages", 3))
+        return (
+            "tt.assert" in _triton_compile.compile_kernel(kernel, signature, options, HOPPER).ttir
+        )
+
+    assert assertions(True)
+    assert not assertions(None)
+
+
+def asserting(x, out):
+    tl.device_assert(tl.load(x) > 0)
+    tl.store(out, 1.0)
+
+
+def test_options_of_another_vendor_are_refused(folder):
+    with pytest.raises(ValueError, match=r"`plus_kernel`: `options` has \['maxnreg'\].*gfx942"):
+        compile_plus(options={"maxnreg": 64}, target=GpuTarget("hip", "gfx942"))
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path):

@@ -204,7 +204,7 @@ class Executor:
     def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> Any:
         choice = self._choose(inv, known)
         kernel, implementation = inv.kernel, choice.implementation
-        if request.backward is not None:
+        if request.backward is not None and request.backward is not request.forward:
             self._check_backward(inv, implementation, request.backward)
         with hlo.stamp(inv, choice):
             run = anywhere.forward(inv, choice)
