@@ -13,6 +13,7 @@ from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._cudnn.flash_attention import fused, private
 from ejkernel.modules import FlashAttention, flash_attention
 from ejkernel.ops import Executor
+from ejkernel.ops.core import autodiff
 from tests.kernels import harness
 
 SPEC = kernel_registry.spec("flash_attention")
@@ -228,6 +229,111 @@ def test_the_primitives_have_our_shapes(options):
     for name in wanted:
         like = getattr(args, name)
         assert (gradients[name].shape, gradients[name].dtype) == (like.shape, like.dtype)
+
+
+# vmap, with a dense function in place of cuDNN's
+
+
+@pytest.fixture
+def dense(monkeypatch):
+    """The sizes of the batches that cuDNN would have had."""
+    sizes = []
+
+    def attend(q, k, v, b, options):
+        x = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
+        x = x * options["scale"] + (b if options["variadic_args"][0] else 0.0)
+        weights = jax.nn.softmax(x, -1).astype(v.dtype)
+        return jnp.einsum("bhts,bshe->bthe", weights, v), jax.nn.logsumexp(x, -1)
+
+    def forward(xs, options):
+        assert xs[0].shape[0] == xs[1].shape[0] == xs[2].shape[0]  # as cuDNN wants it
+        sizes.append(xs[0].shape[0])
+        return attend(*xs[:4], options)
+
+    def backward(xs, lse, out, dout, options):
+        assert lse.shape[0] == out.shape[0] == dout.shape[0] == xs[0].shape[0]
+        pull = jax.vjp(lambda *given: attend(*given, options)[0], *xs[:4])[1]
+        return pull(dout)[: 4 if options["variadic_args"][1] else 3]
+
+    monkeypatch.setattr(private, "forward", forward)
+    monkeypatch.setattr(private, "backward", backward)
+    return sizes
+
+
+def through_cudnn(q, k, v, b=None):
+    args = canonical({"query": q, "key": k, "value": v}, bias=b)
+    rule = autodiff.Rule(
+        op="flash_attention",
+        forward=lambda a: fused.forward(a, None),
+        backward=lambda a, *rest: fused.backward(a, None, *rest),
+        formula=SPEC.formula_fn(),
+        differentiable=SPEC.differentiable,
+        output_names=SPEC.outputs(args),
+        residual_names=SPEC.residuals,
+    )
+    return autodiff.apply(rule, args)[0]
+
+
+# what has an axis of vmap, and where: query, key, value; a bias and its leading sizes
+MAPPED = {
+    "all": ((0, 0, 0), None, None),
+    "elsewhere": ((1, 2, 3), None, None),
+    "query": ((0, None, None), None, None),
+    "keys": ((None, 0, 0), None, None),
+    "bias_for_all": ((0, 0, 0), None, (1, 2)),
+    "bias_of_rows": ((0, 0, 0), None, (2, 1)),
+    "bias_alone": ((None, None, None), 0, (1, 2)),
+    "biases": ((0, 0, 0), 0, (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap(dense, name):
+    axes, bias_axis, lead = MAPPED[name]
+    rng, lanes = np.random.default_rng(5), 3
+    make = lambda axis, *shape: jnp.asarray(
+        rng.standard_normal(shape if axis is None else np.insert(shape, axis, lanes)), "bfloat16"
+    )
+    xs = [make(axis, 2, 8, 2, e) for axis, e in zip(axes, (8, 8, 16), strict=True)]
+    axes = [*axes, 0]
+    xs.append(make(0, 2, 8, 2, 16))  # the cotangent
+    if lead is not None:
+        axes.append(bias_axis)
+        xs.append(make(bias_axis, *lead, 8, 8))
+    wanted = tuple(i for i in range(len(xs)) if i != 3)
+
+    def one(q, k, v, dout, *b):
+        return (through_cudnn(q, k, v, *b) * dout).astype(jnp.float32).sum()
+
+    lane = lambda i: [x if a is None else jnp.take(x, i, a) for x, a in zip(xs, axes, strict=True)]
+    expected = [jax.grad(one, wanted)(*lane(i)) for i in range(lanes)]
+    expected = jax.tree.map(lambda *parts: jnp.stack(parts), *expected)
+    for actual, right in zip(
+        jax.jit(jax.vmap(jax.grad(one, wanted), axes))(*xs), expected, strict=True
+    ):
+        np.testing.assert_allclose(
+            actual.astype(np.float32), right.astype(np.float32), atol=0.05, rtol=0.02
+        )
+    assert dense[-1] == 2 * lanes
+    total = jax.jit(jax.grad(lambda *xs: jax.vmap(one, axes)(*xs).sum(), wanted))(*xs)
+    for i, place in enumerate(wanted):
+        if axes[place] is None:  # the sum over the lanes
+            right = expected[i].astype(np.float32).sum(0)
+            np.testing.assert_allclose(total[i].astype(np.float32), right, atol=0.1, rtol=0.03)
+
+
+def test_vmap_of_vmap(dense):
+    arrays = [jnp.stack([x, 2 * x, -x]) for x in operands().values()]
+    b = jnp.asarray(bias(1, 2, 8, 8))
+    run = lambda q, k, v: jax.vmap(through_cudnn, (0, None, None, None))(q, k, v, b)
+    twice = jax.vmap(run, (None, 0, 0))(*arrays)
+    assert dense[-1] == 2 * 9
+    for i in range(3):
+        for j in range(3):
+            right = through_cudnn(arrays[0][j], arrays[1][i], arrays[2][i], b)
+            np.testing.assert_allclose(
+                twice[i, j].astype(np.float32), right.astype(np.float32), atol=0.02
+            )
 
 
 # Numbers, on a device

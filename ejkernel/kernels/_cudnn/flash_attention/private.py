@@ -7,6 +7,7 @@ supports; where they are missing, only the public function is used.
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 _KNOWN = {
@@ -49,7 +50,7 @@ def _extra() -> dict[str, Any]:
     return {"score_mod": None} if "score_mod" in rule else {}
 
 
-def forward(operands: list[Any], options: dict[str, Any]) -> tuple[Any, Any]:
+def forward(operands: Sequence[Any], options: dict[str, Any]) -> tuple[Any, Any]:
     """Out [b, t, h, e] and lse float32 [b, h, t]; operands as the primitive has them."""
     primitive = library()._dot_product_attention_fwd_p_wrapper
     out, lse = primitive.bind(*operands, **options, **_extra(), is_training=True)
@@ -57,7 +58,7 @@ def forward(operands: list[Any], options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def backward(
-    operands: list[Any], lse: Any, out: Any, dout: Any, options: dict[str, Any]
+    operands: Sequence[Any], lse: Any, out: Any, dout: Any, options: dict[str, Any]
 ) -> list[Any]:
     """dq, dk, dv, and dbias where the options ask for it."""
     primitive = library()._dot_product_attention_bwd_p_wrapper
