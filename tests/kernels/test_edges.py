@@ -261,6 +261,26 @@ def test_soft_caps_of_any_size_in_half_precision(entry_name, cap):
     harness.assert_close_to_oracle(actual, made)
 
 
+@pytest.mark.parametrize(("keys", "window"), [(97, (0, 0)), (1, None)])
+def test_the_only_key_of_a_row_under_a_cap(entry_name, keys, window):
+    """Its weight is one: the output is its value, and the logits have no gradient."""
+    values = {n: x.astype(jnp.bfloat16) for n, x in arrays(1, 97, keys, 2, 1, 64, 64).items()}
+    args = make(values | {"logits_soft_cap": 50.0, "sliding_window": window})
+    actual, made = run(entry_name, args)
+    assert np.abs(made.oracle.gradients["query"]).max() == 0.0
+    harness.assert_close_to_oracle(actual, made)
+
+
+def test_nothing_is_visible_under_a_cap(entry_name):
+    ids = {"q_segment_ids": jnp.zeros((1, 33), jnp.int32)}
+    ids |= {"kv_segment_ids": jnp.ones((1, 130), jnp.int32)}
+    args = make(arrays(1, 33, 130, 2, 1, 32, 40) | ids | {"logits_soft_cap": 60.0})
+    actual, made = run(entry_name, args)
+    for answer in (made.oracle, made.naive, actual):
+        assert all((g == 0.0).all() for g in answer.gradients.values())
+    harness.assert_close_to_oracle(actual, made)
+
+
 @pytest.mark.parametrize(("cap", "window"), [(1.5, None), (1.5, (9, 0)), (30.0, None)])
 def test_logits_far_above_their_cap(entry_name, cap, window):
     """Of some queries, and under a cap of 30 of these alone."""

@@ -112,6 +112,7 @@ BAD = {
     "window_float": ({"sliding_window": 1.5}, TypeError, ["sliding_window", "int", "1.5"]),
     "window_text": ({"sliding_window": "3"}, TypeError, ["sliding_window", "int", "'3'"]),
     # numbers
+    "cap_bool": ({"logits_soft_cap": True}, ValueError, ["logits_soft_cap", "positive", "True"]),
     "cap_zero": ({"logits_soft_cap": 0.0}, ValueError, ["logits_soft_cap", "positive", "0.0"]),
     "cap_negative": ({"logits_soft_cap": -1}, ValueError, ["logits_soft_cap", "positive", "-1"]),
     "cap_nan": (
@@ -285,6 +286,16 @@ BAD = {
         operands(b=1) | {"mask_info": MaskInfo.from_lengths(ints(1, 2, 1), ints(1, 2, 2))},
         ValueError,
         ["lengths", "(3,)"],
+    ),
+    "mask_info_lengths_twice": (
+        {"mask_info": MaskInfo(q_lengths=ints(1, 2), cum_seqlens_k=ints(0, 1, 2))},
+        ValueError,
+        ["mask_info", "both lengths and cum_seqlens"],
+    ),
+    "mask_info_window": (
+        {"mask_info": MaskInfo(sliding_window=(-5, 2))},
+        ValueError,
+        ["sliding_window", "-1 for no limit", "(-5, 2)"],
     ),
     # platform and configuration
     "platform_unknown": (
@@ -505,6 +516,13 @@ def test_constants_have_no_derivative(mode):
 
 
 WIDE = [2**31 - 1, 2**31, 2**40, (2**31 - 1, -1), (-1, 2**31 - 1)]
+
+
+@pytest.mark.parametrize("window", [(-1, 2), (1, -1), 1])
+def test_a_window_in_a_mask_is_one_in_the_call(window):
+    xs = operands()
+    within = flash_attention(**xs, mask_info=MaskInfo(sliding_window=window))
+    np.testing.assert_array_equal(within, flash_attention(**xs, sliding_window=window))
 
 
 @pytest.mark.parametrize("window", WIDE, ids=str)

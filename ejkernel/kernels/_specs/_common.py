@@ -89,7 +89,7 @@ def narrower(a: Window, b: Window) -> Window:
 def canonical_cap(op: str, cap: float | None) -> float | None:
     if cap is None:
         return None
-    if not (math.isfinite(cap) and cap > 0):
+    if isinstance(cap, bool) or not (math.isfinite(cap) and cap > 0):
         raise ValueError(f"`{op}`: `logits_soft_cap` must be positive and finite; got {cap}.")
     return float(cap)
 

@@ -135,7 +135,7 @@ def unpack(values: dict[str, Any], op: str = "flash_attention") -> dict[str, Any
     if info.attention_mask is not None:
         call["attention_mask"] = _both(op, info.attention_mask, call["attention_mask"])
     call["causal"] = call["causal"] or info.causal
-    call["_window"] = info.sliding_window or (None, None)
+    call["_window"] = _common.canonical_window(op, info.sliding_window, causal=False)
     call["q_positions"], call["kv_positions"] = info.q_positions, info.kv_positions
     return call
 
@@ -163,7 +163,7 @@ def _cum_seqlens(op: str, info: MaskInfo, call: dict[str, Any]) -> tuple[Any, An
     """Cumulative lengths from either form; a side without lengths is whole."""
     if info.q_lengths is None and info.kv_lengths is None:
         return info.cum_seqlens_q, info.cum_seqlens_k
-    if info.cum_seqlens_q is not None:
+    if info.cum_seqlens_q is not None or info.cum_seqlens_k is not None:
         raise ValueError(f"`{op}`: `mask_info` has both lengths and cum_seqlens.")
     made = []
     for name, lengths, data in (("q", info.q_lengths, "query"), ("kv", info.kv_lengths, "key")):
