@@ -35,8 +35,8 @@ def grid_axes(kernel: Any) -> frozenset[int]:
             name = getattr(node.func, "attr", getattr(node.func, "id", None))
             if name in ("program_id", "num_programs"):
                 given = [*node.args, *(k.value for k in node.keywords if k.arg == "axis")]
-                known = given and isinstance(given[0], ast.Constant)
-                axes |= {given[0].value} if known else {0, 1, 2}
+                axis = getattr(given[0], "value", None) if given else None
+                axes |= {axis} if isinstance(axis, int) else {0, 1, 2}
     return frozenset(axes)
 
 

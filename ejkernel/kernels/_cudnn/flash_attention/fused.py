@@ -81,7 +81,7 @@ def backward(
     """Gradients of the wanted arguments."""
     options = _options(args, dbias="bias" in wanted)
     dout = cotangents[0].astype(args.query.dtype)
-    run = lambda *xs: private.backward(xs[:-3], *xs[-3:], options)
+    run = lambda *xs: private.backward(xs[:-3], xs[-3], xs[-2], xs[-1], options)
     operands = [*_operands(args), residuals[0], outputs[0], dout]
     grads = _run(run, operands, dbias="bias" in wanted)
     made: dict[str, jax.Array] = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
