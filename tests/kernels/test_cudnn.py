@@ -242,6 +242,10 @@ def dense(monkeypatch):
     def attend(q, k, v, b, options):
         x = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
         x = x * options["scale"] + (b if options["variadic_args"][0] else 0.0)
+        if options["mask_type"] == private.library().MaskType.CAUSAL:
+            behind = jnp.arange(x.shape[2])[:, None] - jnp.arange(x.shape[3])
+            seen = (behind >= 0) & (behind < (options["sliding_window_length"] or x.shape[3]))
+            x = jnp.where(seen, x, -1e30)
         weights = jax.nn.softmax(x, -1).astype(v.dtype)
         return jnp.einsum("bhts,bshe->bthe", weights, v), jax.nn.logsumexp(x, -1)
 
@@ -253,6 +257,8 @@ def dense(monkeypatch):
     def backward(xs, lse, out, dout, options):
         assert lse.shape[0] == out.shape[0] == dout.shape[0] == xs[0].shape[0]
         pull = jax.vjp(lambda *given: attend(*given, options)[0], *xs[:4])[1]
+        finite = [jnp.isfinite(x).all() for x in (lse, out, xs[3])]
+        dout = jnp.where(jnp.stack(finite).all(), dout, jnp.nan)  # as e^(x - lse) would show it
         return pull(dout)[: 4 if options["variadic_args"][1] else 3]
 
     monkeypatch.setattr(private, "forward", forward)
@@ -260,8 +266,8 @@ def dense(monkeypatch):
     return sizes
 
 
-def through_cudnn(q, k, v, b=None):
-    args = canonical({"query": q, "key": k, "value": v}, bias=b)
+def through_cudnn(q, k, v, b=None, **options):
+    args = canonical({"query": q, "key": k, "value": v}, bias=b, **options)
     rule = autodiff.Rule(
         op="flash_attention",
         forward=lambda a: fused.forward(a, None),
@@ -271,7 +277,8 @@ def through_cudnn(q, k, v, b=None):
         output_names=SPEC.outputs(args),
         residual_names=SPEC.residuals,
     )
-    return autodiff.apply(rule, args)[0]
+    made = autodiff.apply(rule, args)
+    return made if args.return_lse else made[0]
 
 
 # what has an axis of vmap, and where: query, key, value; a bias and its leading sizes
@@ -320,6 +327,39 @@ def test_vmap(dense, name):
         if axes[place] is None:  # the sum over the lanes
             right = expected[i].astype(np.float32).sum(0)
             np.testing.assert_allclose(total[i].astype(np.float32), right, atol=0.1, rtol=0.03)
+
+
+HIDING = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "sliding_window": (2, 0)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", HIDING)
+def test_a_bias_that_hides(dense, name, dtype):
+    """Pairs, and all keys that three queries see: these give nothing."""
+    arrays = operands(dtype=dtype)
+    b = jnp.asarray(bias(1, 2, 8, 8, dtype=dtype)).at[:, :, 4, 2].set(-jnp.inf)
+    b = b.at[:, 0, 5].set(-jnp.inf).at[:, 1, 0, 0].set(-jnp.inf).at[:, 1, 6, :7].set(-jnp.inf)
+    options = HIDING[name] | {"return_lse": True}
+    wanted = [*arrays.values(), b]
+
+    def loss(fn, *xs):
+        out, lse = fn(*xs)
+        return (out.astype(jnp.float32) ** 2).sum(), (out, lse)
+
+    theirs = lambda q, k, v, b: flash_attention(q, k, v, bias=b, platform="xla", **options)
+    grad = lambda fn: jax.grad(lambda *xs: loss(fn, *xs), (0, 1, 2, 3), has_aux=True)(*wanted)
+    with_lse = through_cudnn(*wanted, **options)
+    grads, (out, _) = grad(lambda *xs: (through_cudnn(*xs, **HIDING[name]), None))
+    right, (right_out, right_lse) = grad(theirs)
+    assert (right_out[:, 5, 0] == 0).all()
+    np.testing.assert_array_equal(jnp.isneginf(with_lse[1]), jnp.isneginf(right_lse))
+    assert jnp.isneginf(right_lse).sum() >= 2
+    for a, e in zip((out, *grads), (right_out, *right), strict=True):
+        np.testing.assert_allclose(a.astype(np.float32), e.astype(np.float32), atol=0.05, rtol=0.03)
 
 
 def test_vmap_of_vmap(dense):
