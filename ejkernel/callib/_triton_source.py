@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -45,14 +46,21 @@ def _functions(kernel: Any) -> Iterator[tuple[Any, ast.AST]]:
     waiting, seen = [kernel], {id(kernel)}
     while waiting:
         made = waiting.pop()
-        tree = made.parse()
+        tree = _parsed(made)
         yield made.fn, tree
         for node in ast.walk(tree):
             if isinstance(node, ast.Name | ast.Attribute):
                 value = _value(made.fn, node)
-                if hasattr(value, "parse") and hasattr(value, "fn") and id(value) not in seen:
+                known = hasattr(value, "parse") or hasattr(value, "arg_names")
+                if hasattr(value, "fn") and known and id(value) not in seen:
                     seen.add(id(value))
                     waiting.append(value)
+
+
+def _parsed(made: Any) -> ast.AST:
+    if hasattr(made, "parse"):
+        return made.parse()
+    return ast.parse(textwrap.dedent(inspect.getsource(made.fn)))  # under TRITON_INTERPRET=1
 
 
 def _value(fn: Any, node: ast.AST) -> Any:

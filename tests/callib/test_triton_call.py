@@ -262,6 +262,16 @@ def test_vmap_takes_an_axis_that_the_kernel_does_not_look_at():
     assert "scan[" not in str(jax.make_jaxpr(run)(xs, y))
 
 
+def test_vmap_of_a_kernel_that_triton_interprets_itself():
+    """As TRITON_INTERPRET=1 makes them."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    kernel = InterpretedFunction(add_one_kernel.fn)
+    run = lambda x: triton_call(kernel, x, 3, grid=(1,), out_shape=[OUT], aliases={0: 0}, BLOCK=8)
+    out = jax.vmap(run)(np.stack([X, -X]))[0]
+    np.testing.assert_allclose(out[:, :3], np.stack([X, -X])[:, :3] + 1, rtol=1e-6)
+
+
 def test_nested_vmap_of_three_axes():
     xs = np.arange(24.0, dtype=np.float32).reshape(2, 2, 1, 2, 3)
     ys = np.linspace(1.0, 2.0, 6, dtype=np.float32).reshape(2, 3)
