@@ -252,23 +252,25 @@ def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
     """Triton's result, from disk or made now; made again where its files are damaged."""
     import triton
 
-    for anew in (False, True):
+    def run(anew: bool) -> Any:
         with _cache(anew):
             found = counts["found"]
-            try:
-                result = triton.compile(source, target=target, options=options)
-                _verify(result, from_disk=counts["found"] > found)
-            except _UNREADABLE as error:
-                if anew:
-                    raise
-                warnings.warn(
-                    f"A compiled Triton kernel, `{source.fn.__name__}` in {cache_folder()}, cannot "
-                    f"be read ({type(error).__name__}: {error}); it is compiled again.",
-                    EjkernelWarning,
-                    stacklevel=2,
-                )
-            else:
-                return result
+            result = triton.compile(source, target=target, options=options)
+            _verify(result, from_disk=counts["found"] > found)
+            return result
+
+    try:
+        return run(anew=False)
+    except _UNREADABLE as error:
+        problem = f"{type(error).__name__}: {error}"
+    result = run(anew=True)
+    warnings.warn(
+        f"A compiled Triton kernel, `{source.fn.__name__}` in {cache_folder()}, could not be read "
+        f"({problem}); it was compiled again.",
+        EjkernelWarning,
+        stacklevel=2,
+    )
+    return result
 
 
 def _verify(result: Any, from_disk: bool) -> None:

@@ -241,7 +241,7 @@ def test_code_that_was_damaged_is_made_again(folder, target, keep):
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole))])
     _triton_compile.compile_kernel.cache_clear()
-    with pytest.warns(EjkernelWarning, match=r"`plus_kernel` in .* cannot be read .* again"):
+    with pytest.warns(EjkernelWarning, match=r"`plus_kernel` in .* could not be read .* again"):
         assert counted(run) == (1, 1)
     assert path.read_bytes() == whole
     _triton_compile.compile_kernel.cache_clear()
