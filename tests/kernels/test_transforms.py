@@ -13,7 +13,7 @@ from ejkernel.modules import flash_attention
 
 OP = "flash_attention"
 SPEC = kernel_registry.spec(OP)
-# cuDNN has neither a bias nor a cap: test_cudnn.py
+# cuDNN has few options and no float32: test_cudnn.py
 PLATFORMS = sorted({str(entry.platform) for entry in kernel_registry.list(OP)} - {"cudnn"})
 ON_CPU = jax.default_backend() == "cpu"
 OPTIONS = {"causal": True, "sliding_window": 6, "logits_soft_cap": 4.0}
