@@ -21,7 +21,8 @@ def check(
     constants: Mapping[str, Any],
 ) -> None:
     """Raises, with the name of the kernel and of what is wrong."""
-    what, names = _name(kernel), list(getattr(kernel, "arg_names", ()))
+    what = _name(kernel)
+    names = list(kernel.arg_names)
     for name, given in (("grid", grid), ("out_shape", outputs), ("zeroed", zeroed)):
         if not isinstance(given, Sequence):
             raise TypeError(f"{what}: `{name}` must be a sequence; got {given!r}.")

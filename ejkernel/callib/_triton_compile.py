@@ -350,6 +350,7 @@ def _hsaco_path(result: Any) -> str:
     return next(str(path) for name, path in result.metadata_group.items() if "hsaco" in name)
 
 
+@functools.cache
 def known_options(backend: str) -> frozenset[str]:
     """The options of Triton's compiler for "cuda" or "hip"."""
     if backend == "cuda":

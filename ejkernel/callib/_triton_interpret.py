@@ -9,7 +9,7 @@ import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,13 @@ def _twin(kernel: Any) -> Any:
     original = kernel.fn
     names = _names(original.__code__)
     scope = {
-        name: _replaced(value) if name in names else value
+        name: _replaced(value, names) if name in names else value
         for name, value in original.__globals__.items()
     }
     cells = original.__closure__ or ()
     # Triton compiles the text of the function anew, where all names are global
     for name, cell in zip(original.__code__.co_freevars, cells, strict=True):
-        scope[name] = _replaced(cell.cell_contents)
+        scope[name] = _replaced(cell.cell_contents, names)
     copy = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
     )
@@ -46,25 +46,24 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _replaced(value: Any) -> Any:
-    """A helper's twin; for a module, one with the twins of its helpers; anything else as it is."""
+def _replaced(
+    value: Any, names: Set[str] = frozenset(), known: dict[Any, Any] | None = None
+) -> Any:
+    """A helper's twin; for a module of helpers, what has one of the names; else as it is."""
     from triton.runtime.jit import JITFunction
 
     if isinstance(value, JITFunction):
         return _twin(value)
-    if isinstance(value, types.ModuleType) and not value.__name__.startswith("triton"):
-        return _Module(value)
-    return value
-
-
-class _Module:
-    """Stands for a module in a twin."""
-
-    def __init__(self, module: types.ModuleType):
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return _replaced(getattr(self._module, name))
+    if not isinstance(value, types.ModuleType) or value.__name__.startswith("triton"):
+        return value
+    content = {name: x for name, x in vars(value).items() if name in names}
+    if not any(isinstance(x, JITFunction | types.ModuleType) for x in content.values()):
+        return value
+    known = {} if known is None else known  # modules may know each other
+    if value not in known:
+        known[value] = made = types.SimpleNamespace()
+        vars(made).update({name: _replaced(x, names, known) for name, x in content.items()})
+    return known[value]
 
 
 @contextlib.contextmanager
@@ -187,14 +186,9 @@ def _reduction_with_bfloat16(apply: Any) -> Any:
         if not isinstance(given, tuple):
             return mended(self, (given,))[0]
         bits = [_is_bits(x) for x in given]
-        made = apply(
-            self,
-            tuple(tensor(_wide(x.handle), x) if b else x for x, b in zip(given, bits, strict=True)),
-        )
-        return tuple(
-            tensor(_narrow(x.handle), x) if b and x.dtype.scalar == tl.float32 else x
-            for x, b in zip(made, [*bits, *[False] * len(made)], strict=False)
-        )
+        wide = (tensor(_wide(x.handle), x) if b else x for x, b in zip(given, bits, strict=True))
+        made = zip(apply(self, tuple(wide)), bits, strict=True)
+        return tuple(tensor(_narrow(x.handle), x) if b else x for x, b in made)
 
     return mended
 
@@ -258,15 +252,17 @@ def run(
     kernel: Any, parameters: Sequence[Any], constants: dict[str, Any], grid: tuple[int, ...]
 ) -> None:
     """Runs a kernel on NumPy arrays, ints and None, in place."""
+    from triton.runtime.errors import InterpreterError
+
     given = [_Tensor(p) if isinstance(p, np.ndarray) else p for p in parameters]
-    constants = {name: _replaced(value) for name, value in constants.items()}
     with LOCK:  # compiling must not see the patched language, nor must the making of a twin
         twin = _twin(kernel)
+        constants = {name: _replaced(value) for name, value in constants.items()}
         with _interpreted_language(), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # as a device: a row of nan is one
             try:
                 twin.run(*given, grid=grid, warmup=False, **constants)
-            except Exception as error:
+            except InterpreterError as error:  # whatever a kernel raises, Triton makes one of it
                 what = f"Triton kernel `{kernel.fn.__name__}`, interpreted on the CPU"
                 error.add_note(f"{what}, with {constants} and the grid {grid}.")
                 raise

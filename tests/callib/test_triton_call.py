@@ -1,6 +1,7 @@
 """Triton kernels as JAX functions: values, transformations, and what a GPU would be given."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -269,7 +270,7 @@ def test_vmap_of_a_kernel_that_triton_interprets_itself():
     kernel = InterpretedFunction(add_one_kernel.fn)
     run = lambda x: triton_call(kernel, x, 3, grid=(1,), out_shape=[OUT], aliases={0: 0}, BLOCK=8)
     out = jax.vmap(run)(np.stack([X, -X]))[0]
-    np.testing.assert_allclose(out[:, :3], np.stack([X, -X])[:, :3] + 1, rtol=1e-6)
+    np.testing.assert_array_equal(out[:, :3], np.stack([X, -X])[:, :3] + 1)
 
 
 def test_nested_vmap_of_three_axes():
@@ -412,16 +413,23 @@ def test_reductions_of_bfloat16():
         np.testing.assert_array_equal(actual, jnp.broadcast_to(right, actual.shape))
 
 
+outer = types.ModuleType("outer")
+outer.inner = types.ModuleType("inner")
+outer.inner.outer, outer.inner.weighted = outer, _weighted  # modules know each other
+
+
 def test_helpers_in_closures_constants_and_modules():
     helper, scale = _weighted, tl.constexpr(3.0)
 
     @triton.jit
     def kernel(x, out, HELPER: tl.constexpr, B: tl.constexpr):
         o = tl.arange(0, B)
-        tl.store(out + o, helper(tl.load(x + o), scale) + HELPER(tl.load(x + o), 2.0))
+        v = tl.load(x + o)
+        v = helper(v, scale) + HELPER(v, 2.0) + outer.inner.outer.inner.weighted(v, 7.0)
+        tl.store(out + o, v)
 
     made = triton_call(kernel, X[:8], grid=(1,), out_shape=[OUT], HELPER=_weighted, B=8)[0]
-    np.testing.assert_allclose(made[:8], 5 * X[:8], rtol=1e-6)
+    np.testing.assert_array_equal(made[:8], X[:8] * 3 + X[:8] * 2 + X[:8] * 7)
 
 
 @triton.jit
@@ -430,7 +438,7 @@ def failing_kernel(x, out, B: tl.constexpr):
 
 
 def test_an_error_of_the_interpreter_names_the_kernel(caplog):
-    with pytest.raises(Exception, match=r"[Ii]nterpret|power of 2"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="InterpreterError"):
         jax.block_until_ready(triton_call(failing_kernel, X[:8], grid=(1,), out_shape=[OUT], B=8))
     assert "Triton kernel `failing_kernel`, interpreted on the CPU, with {'B': 8}" in caplog.text
 
@@ -497,13 +505,13 @@ def test_a_batched_kernel_has_names_of_its_own():
         return triton_call(named_kernel, x, 3, 2, 5, 4, 7, grid=(1,), out_shape=out, i_v=6, B=8)[0]
 
     expected = xs * 3 + 20 + 500 + 4000 + 70000 + 6
-    np.testing.assert_allclose(jax.vmap(run)(xs), expected, rtol=1e-6)
+    np.testing.assert_array_equal(jax.vmap(run)(xs), expected)
     ((launch, avals),) = launches(jax.vmap(run), xs)
     plan = _triton_call._plan(launch, avals)
     out = np.full_like(xs, np.nan)
     given = [xs, 3, 2, 5, 4, 7, out, *plan.parameters[7:]]
     _triton_interpret.run(plan.kernel, given, _triton_compile.values(launch.constants), plan.grid)
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_more_programs_than_an_axis_holds_take_two_axes():

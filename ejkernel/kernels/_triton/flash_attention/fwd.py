@@ -236,9 +236,7 @@ def _by_series(args: Any, cap: float) -> bool:
         return False
     left, right = (args.key.shape[1] if w is None else w for w in args.sliding_window)
     if min(left + right + 1, args.key.shape[1]) < 2:
-        return (
-            False  # the only weight of a row is 1, to the bit; a series without maximum rounds it
-        )
+        return False  # a row's only weight is 1 to the bit: that needs the maximum as reference
     in_range = _SERIES_SLOPES[0] <= args.softmax_scale / cap <= _SERIES_SLOPES[1]
     return cap <= _SERIES_CAP and in_range
 
