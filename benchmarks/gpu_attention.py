@@ -375,6 +375,12 @@ def judge(model, length, causal, mode, row):
     return short
 
 
+def timed():
+    """Versions of our entries; a row of other shapes may be of earlier ones."""
+    entries = kernel_registry.list("flash_attention")
+    return {e.name: e.version for e in entries if e.platform in MEASURED and not e.priority}
+
+
 def keep(options, rows, extras, table):
     """Writes what is known so far to the files that were asked for."""
     if options.table:
@@ -382,17 +388,14 @@ def keep(options, rows, extras, table):
         pathlib.Path(options.table).write_text(f"[\n{lines}\n]\n")
     if options.save:
         shape = "16k tokens, bfloat16; d128: 16 heads, d64: 32, gqa: 32/8 of 128; milliseconds"
-        timed = [e for e in kernel_registry.list("flash_attention") if e.platform in MEASURED]
-        entries = {e.name: e.version for e in timed if not e.priority}
         earlier = common.load("gpu_attention")
         here = {"device": common.device_fingerprint(), "versions": common.versions()}
-        if {"entries": entries} | here == {k: earlier.get(k) for k in ("entries", *here)}:
-            # other shapes, with the same code on the same device
+        if here == {k: earlier.get(k) for k in here}:  # other shapes, on the same device
             case = lambda row: [row[x] for x in ("model", "length", "causal", "mode")]
             new = [case(row) for row in rows]
             rows = [row for row in earlier["rows"] if case(row) not in new] + rows
             extras = extras or earlier["options"]
-        more = {"options": extras, "models": MODELS, "entries": entries}
+        more = {"options": extras, "models": MODELS}
         common.save("gpu_attention", shape, rows=rows, **more)
 
 
@@ -429,7 +432,7 @@ def main():
     rows, short, table = [], [], []
     extras = []
     if options.options:
-        extras = options_table()
+        extras = [row | {"entries": timed()} for row in options_table()]
         keep(options, rows, extras, table)
     names = ("triton", "cudnn", "auto", *PEERS)
     print(f"{'TFLOP/s':<30}" + "".join(f"{n:>14}" for n in names))
@@ -443,7 +446,8 @@ def main():
             cells = (f"{rate[n]:>14.0f}" if n in rate else f"{'-':>14}" for n in names)
             print(f"{label:<30}" + "".join(cells), flush=True)
             row |= {x: times[x, mode] for x in ("auto runs", "best / auto")}
-            rows.append({"model": model, "length": length, "causal": causal, "mode": mode} | row)
+            case = {"model": model, "length": length, "causal": causal, "mode": mode}
+            rows.append(case | row | {"entries": timed()})
             short += judge(model, length, causal, mode, row)
         keep(options, rows, extras, table)  # a long run may be cut short
     for row in extras:

@@ -62,7 +62,8 @@ def _measured(entry: KernelEntry) -> list[str]:
     if not path.is_file() or entry.priority:
         return []
     result = json.loads(path.read_text())
-    timed = result["entries"].get(entry.name) == entry.version  # numbers of older code are not its
+    # numbers of older code are not its
+    timed = any(row["entries"].get(entry.name) == entry.version for row in result["rows"])
     return [result["device"].split("|")[1]] if timed else []
 
 

@@ -17,26 +17,9 @@ def _mask_type(args: Any) -> Any:
 
 
 def _operands(args: Any) -> list[Any]:
-    absent = bias = jnp.zeros(0, args.query.dtype)
-    if args.bias is not None:  # of what cuDNN makes of a block of -inf nothing is promised
-        bias = jnp.maximum(args.bias, jnp.finfo(args.bias.dtype).min)
+    absent = jnp.zeros(0, args.query.dtype)
+    bias = absent if args.bias is None else args.bias
     return [args.query, args.key, args.value, bias, *[absent] * 6]
-
-
-def _empty(args: Any) -> jax.Array:
-    """Rows [b or 1, h or 1, t] of which a bias of -inf hides every key."""
-    hidden = jnp.isneginf(args.bias)
-    behind = jnp.arange(hidden.shape[2])[:, None] - jnp.arange(hidden.shape[3])
-    left, right = args.sliding_window
-    if right is not None:
-        hidden |= behind < -right
-    if left is not None:
-        hidden |= behind > left
-    return hidden.all(-1)
-
-
-def _over_tokens(rows: jax.Array) -> jax.Array:
-    return jnp.swapaxes(rows, 1, 2)[..., None]
 
 
 def _options(args: Any, dbias: bool) -> dict[str, Any]:
@@ -84,9 +67,6 @@ def forward(args: Any, cfg: None) -> tuple[tuple[jax.Array, ...], tuple[jax.Arra
     options = _options(args, dbias=False)
     run = lambda *operands: private.forward(operands, options)
     out, lse = _run(run, _operands(args), dbias=False)
-    if args.bias is not None:
-        empty = _empty(args)
-        out, lse = jnp.where(_over_tokens(empty), 0.0, out), jnp.where(empty, -jnp.inf, lse)
     return ((out, lse) if args.return_lse else (out,)), (lse,)
 
 
@@ -100,12 +80,9 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
     options = _options(args, dbias="bias" in wanted)
-    dout, lse = cotangents[0].astype(args.query.dtype), residuals[0]
-    if args.bias is not None:  # an empty row weighs nothing: e^(lowest - 0)
-        empty = _empty(args)
-        dout, lse = jnp.where(_over_tokens(empty), 0.0, dout), jnp.where(empty, 0.0, lse)
     run = lambda *xs: private.backward(xs[:-3], xs[-3], xs[-2], xs[-1], options)
-    operands = [*_operands(args), lse, outputs[0], dout]
+    dout = cotangents[0].astype(args.query.dtype)
+    operands = [*_operands(args), residuals[0], outputs[0], dout]
     grads = _run(run, operands, dbias="bias" in wanted)
     made: dict[str, jax.Array] = dict(zip(("query", "key", "value", "bias"), grads, strict=False))
     if "bias" in wanted:
