@@ -191,18 +191,18 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(own).expanduser() / "triton"
 
 
-def _writable(folder: pathlib.Path) -> str:
-    """A folder, or one of this process alone in its place, with one warning."""
+def _problem(folder: pathlib.Path) -> str | None:
+    """Why nothing can be written in a folder."""
     try:
-        _folders.make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
-            return str(folder)
+            return None
     except OSError as error:
-        return _own_folder(folder, str(error))
+        return error.strerror or str(error)  # the same each time: no name of a file
 
 
 @functools.cache
-def _own_folder(folder: pathlib.Path, problem: str) -> str:
+def _own_folder(folder: pathlib.Path, problem: str) -> pathlib.Path:
+    """A folder of this process alone, in place of one that cannot be written; one warning."""
     warnings.warn(
         f"Compiled Triton kernels cannot be kept in {folder}: {problem}. This process keeps "
         "them to itself; set EJKERNEL_CACHE_DIR to a folder that can be written.",
@@ -211,20 +211,21 @@ def _own_folder(folder: pathlib.Path, problem: str) -> str:
     )
     own = tempfile.mkdtemp(prefix="ejkernel-triton-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return own
+    return pathlib.Path(own)
 
 
 @contextlib.contextmanager
-def _cache(anew: bool) -> Iterator[None]:
+def _cache(folder: pathlib.Path, anew: bool) -> Iterator[None]:
     """Directs Triton's cache, even where somebody switched it off, and counts its hits."""
     from triton import knobs
 
     def count(*, cache_hit: bool, **_: Any) -> None:
         counts["found" if cache_hit else "compiled"] += 1
 
-    path = _writable(cache_folder())
+    with contextlib.suppress(OSError):
+        _folders.make_private(folder)
     with knobs.cache.scope(), knobs.compilation.scope():
-        knobs.cache.dir = path
+        knobs.cache.dir = str(folder)
         knobs.compilation.listener = count
         knobs.compilation.store_binary_only = False  # a launch needs the others
         if anew:
@@ -249,11 +250,22 @@ _UNREADABLE = (
 
 
 def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
-    """Triton's result, from disk or made now; made again where its files are damaged."""
+    """Triton's result, from disk or made now; what cannot be kept is kept by this process."""
+    folder = cache_folder()
+    try:
+        return _kept_in(folder, source, target, options)
+    except OSError:
+        if (problem := _problem(folder)) is None:  # of the compiler's own
+            raise
+    return _kept_in(_own_folder(folder, problem), source, target, options)
+
+
+def _kept_in(folder: pathlib.Path, source: Any, target: Any, options: dict[str, Any]) -> Any:
+    """Triton's result with its files in a folder; made again where these are damaged."""
     import triton
 
     def run(anew: bool) -> Any:
-        with _cache(anew):
+        with _cache(folder, anew):
             found = counts["found"]
             result = triton.compile(source, target=target, options=options)
             _verify(result, from_disk=counts["found"] > found)
@@ -265,7 +277,7 @@ def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
         problem = f"{type(error).__name__}: {error}"
     result = run(anew=True)
     warnings.warn(
-        f"A compiled Triton kernel, `{source.fn.__name__}` in {cache_folder()}, could not be read "
+        f"A compiled Triton kernel, `{source.fn.__name__}` in {folder}, could not be read "
         f"({problem}); it was compiled again.",
         EjkernelWarning,
         stacklevel=2,

@@ -1,5 +1,6 @@
 """Triton's compiler without a GPU: targets, errors, and machine code kept on disk."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -314,6 +315,30 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path):
     assert found == [[(1, 0)] * 2, [(0, 1)] * 2]  # this process has a folder of its own
     assert len(told) == 1
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_that_can_only_be_read_is_read(folder, monkeypatch):
+    """As of an image whose kernels were compiled when it was made."""
+    compile_plus(6.0)
+    before = sorted(folder.rglob("*"))
+
+    def guarded(run, writes):
+        def call(path, *args, **kwargs):
+            if writes(*args, **kwargs) and str(path).startswith(str(folder)):
+                raise OSError(errno.EROFS, "Read-only file system", str(path))
+            return run(path, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(os, "mkdir", guarded(os.mkdir, lambda *_, **__: True))
+    monkeypatch.setattr(os, "open", guarded(os.open, lambda flags, *_, **__: flags & os.O_RDWR))
+    for added, found in ((6.0, (0, 1)), (7.0, (1, 0)), (7.0, (0, 1)), (6.0, (0, 1))):
+        _triton_compile.compile_kernel.cache_clear()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert counted(lambda added=added: compile_plus(added)) == found
+        assert [("Read-only" in str(w.message)) for w in told] == [True] * (found == (1, 0))
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_a_folder_that_triton_was_told_is_used(folder, tmp_path, monkeypatch):
