@@ -338,6 +338,11 @@ def test_a_folder_that_can_only_be_read_is_read(folder, monkeypatch):
             warnings.simplefilter("always")
             assert counted(lambda added=added: compile_plus(added)) == found
         assert [("Read-only" in str(w.message)) for w in told] == [True] * (found == (1, 0))
+    (path,) = folder.rglob("*.ptx")
+    path.write_bytes(b"")
+    _triton_compile.compile_kernel.cache_clear()
+    assert counted(lambda: compile_plus(6.0)) == (1, 1)  # damaged: made again, elsewhere
+    assert path.read_bytes() == b""
     assert sorted(folder.rglob("*")) == before
 
 
