@@ -261,11 +261,24 @@ def test_soft_caps_of_any_size_in_half_precision(entry_name, cap):
     harness.assert_close_to_oracle(actual, made)
 
 
-@pytest.mark.parametrize(("keys", "window"), [(97, (0, 0)), (1, None)])
-def test_the_only_key_of_a_row_under_a_cap(entry_name, keys, window):
+ONE_EACH = np.arange(1, 98)[None]
+LONE = {
+    "window": (97, {"sliding_window": (0, 0)}),
+    "key": (1, {}),
+    "segments": (97, {"q_segment_ids": ONE_EACH, "kv_segment_ids": ONE_EACH}),
+    "segments_across_blocks": (97, {"q_segment_ids": ONE_EACH, "kv_segment_ids": 98 - ONE_EACH}),
+    "dropout": (97, {"sliding_window": (0, 0), "dropout_prob": 0.5, "dropout_seed": 3}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "cap"), [("segments_across_blocks", None), *((case, 50.0) for case in LONE)]
+)
+def test_the_only_key_of_a_row(entry_name, case, cap):
     """Its weight is one: the output is its value, and the logits have no gradient."""
+    keys, options = LONE[case]
     values = {n: x.astype(jnp.bfloat16) for n, x in arrays(1, 97, keys, 2, 1, 64, 64).items()}
-    args = make(values | {"logits_soft_cap": 50.0, "sliding_window": window})
+    args = make(values | {"logits_soft_cap": cap} | options)
     actual, made = run(entry_name, args)
     assert np.abs(made.oracle.gradients["query"]).max() == 0.0
     harness.assert_close_to_oracle(actual, made)

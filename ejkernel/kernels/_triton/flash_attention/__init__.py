@@ -24,6 +24,6 @@ kernel_registry.register(
     Backend.GPU,
     backward=bwd.backward,
     config=config,
-    version=5,
+    version=6,
     requires=_requires,
 )(fwd.forward)

@@ -33,22 +33,23 @@ _SERIES_CAP, _SERIES_SLOPES = 50.0, (5e-4, 1e3)
 
 @triton.jit
 def _step(
-    m, l, acc, b_q, j, first, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q, q_id,
-    q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s, left,
-    right, num_q, num_k,
+    m, l, over, acc, b_q, j, first, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q,
+    q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s,
+    left, right, num_q, num_k,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
     SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
     CUT: tl.constexpr, MASKS: tl.constexpr, STEADY: tl.constexpr, SERIES: tl.constexpr,
-    WARY: tl.constexpr,
+    LONE: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
     """Folds block j of the keys, which may be `masked`, into the state of the rows.
 
     A hidden key has weight 0, but 0 * nan is nan. WARY: a value that is not finite marks its key,
     and is taken as 0. STEADY: the reference that the first block gave stays. SERIES: logits are
-    small beside their cap, and have 0 as their reference; m is the largest square of a dot.
+    small beside their cap, and have 0 as their reference; m is the largest square of a dot. LONE:
+    `over` counts what rounding adds to weights in masked blocks, where a row may have a single one.
     """
     row = j * BK
     o_k = row + tl.arange(0, BK)
@@ -91,8 +92,12 @@ def _step(
         p = tl.where(kept, p * KEPT, 0.0)
     if not WARY:
         b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
-    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
-    return m, l, acc
+    w = p.to(b_v.dtype)
+    if LONE:
+        if masked:
+            over += tl.sum(w.to(tl.float32) - p, 1) * (1.0 / KEPT)
+    acc = tl.dot(w, b_v, acc, input_precision=PRECISION)  # [BQ, BE]
+    return m, l, over, acc
 
 
 @triton.jit(do_not_specialize=call.LOOSE)
@@ -106,7 +111,7 @@ def flash_attention_fwd_kernel(
     SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
     CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKS: tl.constexpr, LONE: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
@@ -177,14 +182,15 @@ def flash_attention_fwd_kernel(
 
     m = tl.full([BQ], 0.0 if SERIES else float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
+    over = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, BE], tl.float32)
     for j in range(first, last):
-        m, l, acc = _step(
-            m, l, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask, slope,
-            seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
+        m, l, over, acc = _step(
+            m, l, over, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask,
+            slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
             STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
             BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, False,
+            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, STEADY and LONE, False,
         )  # fmt: skip
     if SERIES:  # marks what is for the second launch
         END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
@@ -203,24 +209,27 @@ def flash_attention_fwd_kernel(
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
+            over = tl.zeros([BQ], tl.float32)
             acc = tl.zeros([BQ, BE], tl.float32)
             PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loop
             for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
-                m, l, acc = _step(
-                    m, l, acc, b_q, j, first, True, key, value, bias, mask, slope, seed, drop_b,
-                    drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K, STRIDE_V,
-                    bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-                    PART, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT,
-                    RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, False, True,
+                m, l, over, acc = _step(
+                    m, l, over, acc, b_q, j, first, True, key, value, bias, mask, slope, seed,
+                    drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
+                    STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD,
+                    BE, BQ, PART, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS,
+                    LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, False,
+                    False, True,
                 )  # fmt: skip
 
     m = tl.where(l == 0.0, float("-inf"), m + SHIFT * softmax.LOG2_E)
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
         acc *= alpha[:, None]
+        over *= alpha
     if IDS >= 1:  # padding sees only sinks
         acc = tl.where(looks[:, None], acc, 0.0)
-    acc *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
+    acc *= (1.0 / tl.where(l == 0.0, 1.0, l + over))[:, None]  # one quotient a row
     p_out = addresses.tile_pointers(
         out + (wide_b * num_q * HEADS + i_h) * E, row, HEADS * E, BQ, BE
     )
@@ -234,11 +243,15 @@ def _by_series(args: Any, cap: float) -> bool:
     others = (args.bias, args.alibi_slopes, args.attention_mask)
     if args.query.dtype != jnp.bfloat16 or any(x is not None for x in others):
         return False
-    left, right = (args.key.shape[1] if w is None else w for w in args.sliding_window)
-    if min(left + right + 1, args.key.shape[1]) < 2:
-        return False  # a row's only weight is 1 to the bit: that needs the maximum as reference
     in_range = _SERIES_SLOPES[0] <= args.softmax_scale / cap <= _SERIES_SLOPES[1]
     return cap <= _SERIES_CAP and in_range
+
+
+def _lone_keys(args: Any, num_ids: int) -> bool:
+    """Whether many rows may see a single key, whose weight has to be 1 to the bit."""
+    left, right = (args.key.shape[1] if w is None else w for w in args.sliding_window)
+    lone = num_ids > 0 or min(left + right + 1, args.key.shape[1]) < 2
+    return lone and args.query.dtype.itemsize < 4
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
@@ -265,6 +278,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
             **cfg.launch(),
             BN=made.sink_block,
             CHECKED=made.cut_keys,
+            LONE=_lone_keys(args, constants["IDS"]),
             BACKWARDS=args.sliding_window[1] is not None,
             **constants,
         )
