@@ -286,3 +286,26 @@ def test_tables_can_be_traced():
         return ranges.key_table(of, (None, 0), 2, 2)
 
     np.testing.assert_array_equal(jax.jit(table)(ids), table(ids))
+
+
+@triton.jit
+def order_kernel(num_blocks, out, SPAN: tl.constexpr):
+    i_p = tl.program_id(0)
+    block, line = blocks.order(i_p, num_blocks, SPAN)
+    tl.store(out + 2 * i_p, line)
+    tl.store(out + 2 * i_p + 1, block)
+
+
+@pytest.mark.parametrize("span", [1, 2, 6])
+def test_lines_take_turns(span):
+    num_blocks, lines = 5, 6
+    programs = num_blocks * lines
+    out = jax.ShapeDtypeStruct((programs, 2), jnp.int32)
+    (made,) = triton_call(order_kernel, num_blocks, grid=(programs,), out_shape=[out], SPAN=span)
+    expected = [
+        (first + line, block)
+        for first in range(0, lines, span)
+        for block in range(num_blocks)
+        for line in range(span)
+    ]
+    np.testing.assert_array_equal(made, expected)

@@ -67,8 +67,8 @@ def test_a_limit_of_registers_is_for_the_tile_it_was_measured_with(settings, reg
     assert made.max_registers == registers
 
 
-def arguments(dtype=jnp.float16, **more):
-    q = jnp.zeros((1, 64, 2, 16), dtype)
+def arguments(dtype=jnp.float16, length=64, **more):
+    q = jnp.zeros((1, length, 2, 16), dtype)
     spec = kernel_registry.spec("flash_attention")
     values = {"query": q, "key": q, "value": q} | more
     return spec.canonicalize(spec.unpack(spec.complete(values)))
@@ -108,3 +108,11 @@ def test_blocks_that_a_kernel_cannot_have_are_named_as_the_caller_wrote_them():
 def test_float32_products_are_no_less_precise_than_asked(asked, given):
     with jax.default_matmul_precision(asked):
         assert call.dot_precision(jnp.float32) == given
+
+
+@pytest.mark.parametrize(
+    ("length", "causal", "lines", "turns"),
+    [(4096, True, 96, 32), (256, True, 6, 2), (256, False, 96, 1), (4097, True, 96, 1)],
+)
+def test_short_causal_lines_take_turns(length, causal, lines, turns):
+    assert call.span(arguments(length=length, causal=causal), lines) == turns

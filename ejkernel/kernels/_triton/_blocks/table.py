@@ -21,6 +21,13 @@ _AT_ONCE = 2048  # tokens
 
 
 @triton.jit
+def order(i_p, num_blocks, SPAN: tl.constexpr):
+    """Block and line of a program. SPAN lines, a divisor of their number, take turns."""
+    i_s = i_p // SPAN
+    return i_s % num_blocks, i_s // num_blocks * SPAN + i_p % SPAN
+
+
+@triton.jit
 def row(
     table, i, num, num_s, offset, before, after, SIZE: tl.constexpr, SIZE_S: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr,

@@ -64,6 +64,7 @@ def _over_keys(args: Any, cfg: config.Config, rows: Sequence[Any], wanted: Any) 
             aliases=None if first else {len(inputs) - 2: 0, len(inputs) - 1: 1},
             **made.cfg.launch(),
             CHECKED=made.cut_queries,
+            SPAN=call.span(args, num_groups * batch),
             **constants,
             **made.constants(),
         )
@@ -96,6 +97,7 @@ def _over_queries(args: Any, cfg: config.Config, rows: Sequence[Any]) -> jax.Arr
             aliases=None if flagged[0] is None else {len(inputs) - 1: 0},
             **made.cfg.launch(),
             CHECKED=made.cut_keys,
+            SPAN=call.span(args, num_heads * batch),
             BACKWARDS=args.sliding_window[1] is not None,
             **made.constants(),
         )

@@ -107,18 +107,18 @@ def flash_attention_bwd_dkv_kernel(
     NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    PRECISION: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
+    PRECISION: tl.constexpr, SPAN: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_k, BK)
     GROUPS: tl.constexpr = HEADS // GROUP
     i_p = tl.program_id(0)
-    i_k = i_p % num_blocks  # causal: the first keys are seen by most queries, and start first
-    i_g = (i_p // num_blocks) % GROUPS
-    i_b = i_p // (num_blocks * GROUPS)
+    i_k, line = blocks.order(i_p, num_blocks, SPAN)
+    i_g = line % GROUPS
+    i_b = line // GROUPS
     row = i_k * BK
     AGAIN: tl.constexpr = flags is not None
     if AGAIN:
-        if tl.load(flags + (i_p // num_blocks) * num_flags + row // flag_rows) == 0:
+        if tl.load(flags + line * num_flags + row // flag_rows) == 0:
             return
     o_k = row + tl.arange(0, BK)
     wide_b = i_b.to(tl.int64)
@@ -191,7 +191,7 @@ def flash_attention_bwd_dkv_kernel(
             )  # fmt: skip
     if flags_out is not None:
         odd = addresses.any_odd(acc_k) | addresses.any_odd(acc_v)
-        tl.store(flags_out + i_p, odd.to(tl.int32))
+        tl.store(flags_out + line * num_blocks + i_k, odd.to(tl.int32))
     p_dk = addresses.tile_pointers(
         dk_out + (wide_b * num_k * GROUPS + i_g) * D, row, GROUPS * D, BK, BD
     )

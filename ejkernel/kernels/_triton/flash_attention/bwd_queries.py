@@ -76,21 +76,21 @@ def flash_attention_bwd_dq_kernel(
     NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    BACKWARDS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
-    i_q = i_p % num_blocks
+    i_q, line = blocks.order(i_p, num_blocks, SPAN)
     if BACKWARDS:
         i_q = num_blocks - 1 - i_q
-    i_h = (i_p // num_blocks) % HEADS
-    i_b = i_p // (num_blocks * HEADS)
+    i_h = line % HEADS
+    i_b = line // HEADS
     i_g = i_h // GROUP
     GROUPS: tl.constexpr = HEADS // GROUP
     row = i_q * BQ
     AGAIN: tl.constexpr = flags is not None
     if AGAIN:
-        if tl.load(flags + (i_p // num_blocks) * num_flags + row // flag_rows) == 0:
+        if tl.load(flags + line * num_flags + row // flag_rows) == 0:
             return
     o_q = row + tl.arange(0, BQ)
     wide_b = i_b.to(tl.int64)
@@ -153,7 +153,7 @@ def flash_attention_bwd_dq_kernel(
             THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, AGAIN,
         )  # fmt: skip
     if flags_out is not None:
-        i_f = (i_p // num_blocks) * num_blocks + i_q
+        i_f = line * num_blocks + i_q
         tl.store(flags_out + i_f, addresses.any_odd(acc).to(tl.int32))
     p_dq = addresses.tile_pointers(
         dq_out + (wide_b * num_q * HEADS + wide_h) * D, row, HEADS * D, BQ, BD

@@ -111,17 +111,17 @@ def flash_attention_fwd_kernel(
     SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
     CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, LONE: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    MASKS: tl.constexpr, LONE: tl.constexpr, BACKWARDS: tl.constexpr, SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
     if flags is not None:
         if tl.load(flags + i_p) == 0:
             return
-    i_q = i_p % num_blocks
+    i_q, line = blocks.order(i_p, num_blocks, SPAN)
     if BACKWARDS:  # causal: the longest rows start first
         i_q = num_blocks - 1 - i_q
-    line = i_p // num_blocks
     i_h = line % HEADS
     i_b = line // HEADS
     i_g = i_h // GROUP
@@ -229,7 +229,10 @@ def flash_attention_fwd_kernel(
         over *= alpha
     if IDS >= 1:  # padding sees only sinks
         acc = tl.where(looks[:, None], acc, 0.0)
-    acc *= (1.0 / tl.where(l == 0.0, 1.0, l + over))[:, None]  # one quotient a row
+    total = l
+    if LONE:
+        total = l + over
+    acc *= (1.0 / tl.where(l == 0.0, 1.0, total))[:, None]  # one quotient a row
     p_out = addresses.tile_pointers(
         out + (wide_b * num_q * HEADS + i_h) * E, row, HEADS * E, BQ, BE
     )
@@ -278,6 +281,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
             **cfg.launch(),
             BN=made.sink_block,
             CHECKED=made.cut_keys,
+            SPAN=call.span(args, num_heads * batch),
             LONE=_lone_keys(args, constants["IDS"]),
             BACKWARDS=args.sliding_window[1] is not None,
             **constants,
