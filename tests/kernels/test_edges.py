@@ -265,15 +265,13 @@ ONE_EACH = np.arange(1, 98)[None]
 LONE = {
     "window": (97, {"sliding_window": (0, 0)}),
     "key": (1, {}),
-    "segments": (97, {"q_segment_ids": ONE_EACH, "kv_segment_ids": ONE_EACH}),
-    "segments_across_blocks": (97, {"q_segment_ids": ONE_EACH, "kv_segment_ids": 98 - ONE_EACH}),
+    # in another order, so that a block of queries has its keys in two blocks
+    "segments": (97, {"q_segment_ids": ONE_EACH, "kv_segment_ids": 98 - ONE_EACH}),
     "dropout": (97, {"sliding_window": (0, 0), "dropout_prob": 0.5, "dropout_seed": 3}),
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "cap"), [("segments_across_blocks", None), *((case, 50.0) for case in LONE)]
-)
+@pytest.mark.parametrize(("case", "cap"), [("segments", None), *((case, 50.0) for case in LONE)])
 def test_the_only_key_of_a_row(entry_name, case, cap):
     """Its weight is one: the output is its value, and the logits have no gradient."""
     keys, options = LONE[case]
