@@ -289,9 +289,9 @@ def test_tables_can_be_traced():
 
 
 @triton.jit
-def order_kernel(num_blocks, out, SPAN: tl.constexpr):
+def order_kernel(num_blocks, span, out):
     i_p = tl.program_id(0)
-    block, line = blocks.order(i_p, num_blocks, SPAN)
+    block, line = blocks.order(i_p, num_blocks, span)
     tl.store(out + 2 * i_p, line)
     tl.store(out + 2 * i_p + 1, block)
 
@@ -301,7 +301,7 @@ def test_lines_take_turns(span):
     num_blocks, lines = 5, 6
     programs = num_blocks * lines
     out = jax.ShapeDtypeStruct((programs, 2), jnp.int32)
-    (made,) = triton_call(order_kernel, num_blocks, grid=(programs,), out_shape=[out], SPAN=span)
+    (made,) = triton_call(order_kernel, num_blocks, span, grid=(programs,), out_shape=[out])
     expected = [
         (first + line, block)
         for first in range(0, lines, span)

@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel import _settings
 from ejkernel._device import Target
-from ejkernel.callib import _triton_call
+from ejkernel.callib import _triton_call, _triton_compile
 from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.kernels import kernel_registry
 
@@ -64,7 +64,7 @@ def shapes(d, dtype):
 def run_backward(args, cfg):
     like = lambda shape, dtype: jnp.zeros(shape, dtype)
     out = like(args.query.shape, args.query.dtype)
-    lse = like((BATCH, HEADS, LENGTH), jnp.float32)
+    lse = like((args.query.shape[0], HEADS, args.query.shape[1]), jnp.float32)
     outputs = (out, lse) if args.return_lse else (out,)
     wanted = frozenset(n for n in SPEC.differentiable if getattr(args, n) is not None)
     return bwd.backward(args, cfg, outputs, (lse,), outputs, wanted)
@@ -123,6 +123,23 @@ def test_a_plain_call_compiles():
 
 def test_a_soft_cap_compiles():
     check_heuristic("forward", 128, CAPPED)
+
+
+@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+def test_calls_of_other_rows_and_lengths_share_a_kernel(direction, tmp_path):
+    """So that a candidate's small twin, which is compared with the oracle, costs no compilation."""
+    cfg = config.Config(block_q=64, block_k=64)
+    compiled = []
+    with _settings.override(cache_dir=str(tmp_path)):
+        for batch, length in ((2, 1024), (1, 8192)):
+            arrays = {
+                n: jax.ShapeDtypeStruct((batch, length, *x.shape[2:]), x.dtype)
+                for n, x in shapes(64, "bfloat16").items()
+            }
+            for launch, avals in launches(direction, cfg, arrays, CAUSAL):
+                _triton_call.compile_launch(launch, avals, GpuTarget.parse("cuda:sm_90"))
+            compiled.append(_triton_compile.counts["compiled"])
+    assert compiled[0] == compiled[1]
 
 
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])

@@ -21,10 +21,10 @@ _AT_ONCE = 2048  # tokens
 
 
 @triton.jit
-def order(i_p, num_blocks, SPAN: tl.constexpr):
-    """Block and line of a program. SPAN lines, a divisor of their number, take turns."""
-    i_s = i_p // SPAN
-    return i_s % num_blocks, i_s // num_blocks * SPAN + i_p % SPAN
+def order(i_p, num_blocks, span):
+    """Block and line of a program. `span` lines, a divisor of their number, take turns."""
+    i_s = i_p // span
+    return i_s % num_blocks, i_s // num_blocks * span + i_p % span
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def _over_keys(args: Any, cfg: config.Config, rows: Sequence[Any], wanted: Any) 
     }
 
     def launch(made: call.Call, table: Any, flagged: Sequence[Any], flags: Any) -> list[Any]:
-        inputs = [*_inputs(made, table), *rows, *steps, *flagged]
+        inputs = [*made.operands(table, num_groups), *rows, *steps, *flagged]
         first = flagged[0] is None
         return triton_call(
             bwd_keys.flash_attention_bwd_dkv_kernel,
@@ -64,7 +64,6 @@ def _over_keys(args: Any, cfg: config.Config, rows: Sequence[Any], wanted: Any) 
             aliases=None if first else {len(inputs) - 2: 0, len(inputs) - 1: 1},
             **made.cfg.launch(),
             CHECKED=made.cut_queries,
-            SPAN=call.span(args, num_groups * batch),
             **constants,
             **made.constants(),
         )
@@ -88,7 +87,7 @@ def _over_queries(args: Any, cfg: config.Config, rows: Sequence[Any]) -> jax.Arr
     batch, t, num_heads, _ = args.query.shape
 
     def launch(made: call.Call, table: Any, flagged: Sequence[Any], flags: Any) -> list[Any]:
-        inputs = [*_inputs(made, table), *rows, *flagged]
+        inputs = [*made.operands(table, num_heads), *rows, *flagged]
         return triton_call(
             bwd_queries.flash_attention_bwd_dq_kernel,
             *inputs,
@@ -97,7 +96,6 @@ def _over_queries(args: Any, cfg: config.Config, rows: Sequence[Any]) -> jax.Arr
             aliases=None if flagged[0] is None else {len(inputs) - 1: 0},
             **made.cfg.launch(),
             CHECKED=made.cut_keys,
-            SPAN=call.span(args, num_heads * batch),
             BACKWARDS=args.sliding_window[1] is not None,
             **made.constants(),
         )
@@ -109,11 +107,6 @@ def _over_queries(args: Any, cfg: config.Config, rows: Sequence[Any]) -> jax.Arr
         again = call.Call(args, config.exchanged(config.wary(args, made.cfg.block_q)))
         dq, _ = launch(again, None, [found, flags.shape[1], made.cfg.block_q, dq], None)
     return dq
-
-
-def _inputs(made: call.Call, table: Any) -> list[Any]:
-    args = made.args
-    return [args.query, args.key, args.value, *made.inputs(), table, *made.sizes(table)]
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:

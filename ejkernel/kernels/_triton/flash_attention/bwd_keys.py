@@ -100,19 +100,19 @@ def flash_attention_bwd_dkv_kernel(
     query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
     k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
     bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
-    table_b, sinks_h, num_sinks, dout, lse, delta, dbias_b, dbias_h, dbias_t, dbias_s, flags,
+    table_b, sinks_h, num_sinks, span, dout, lse, delta, dbias_b, dbias_h, dbias_t, dbias_s, flags,
     num_flags, flag_rows, dk, dv, dk_out, dv_out, dbias_out, flags_out,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    PRECISION: tl.constexpr, SPAN: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
+    PRECISION: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_k, BK)
     GROUPS: tl.constexpr = HEADS // GROUP
     i_p = tl.program_id(0)
-    i_k, line = blocks.order(i_p, num_blocks, SPAN)
+    i_k, line = blocks.order(i_p, num_blocks, span)
     i_g = line % GROUPS
     i_b = line // GROUPS
     row = i_k * BK

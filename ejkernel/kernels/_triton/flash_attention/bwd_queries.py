@@ -69,18 +69,18 @@ def flash_attention_bwd_dq_kernel(
     query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
     k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
     bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
-    table_b, sinks_h, num_sinks, dout, lse, delta, flags, num_flags, flag_rows, dq, dq_out,
-    flags_out,
+    table_b, sinks_h, num_sinks, span, dout, lse, delta, flags, num_flags, flag_rows, dq,
+    dq_out, flags_out,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    BACKWARDS: tl.constexpr, SPAN: tl.constexpr, PRECISION: tl.constexpr,
+    BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
-    i_q, line = blocks.order(i_p, num_blocks, SPAN)
+    i_q, line = blocks.order(i_p, num_blocks, span)
     if BACKWARDS:
         i_q = num_blocks - 1 - i_q
     i_h = line % HEADS

@@ -13,7 +13,7 @@ from ejkernel.kernels._triton.flash_attention import config
 
 # Sizes that the code does not depend on: a call and its reduced twin share one compiled kernel.
 # Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
-LOOSE = ("offset", "left", "right", "num_sinks", "num_flags", "flag_rows")
+LOOSE = ("offset", "left", "right", "num_sinks", "span", "num_flags", "flag_rows")
 _LOG2_E = 1.4426950408889634
 # names of `jax.default_matmul_precision` for no more than TF32 gives
 _LOW_PRECISION = frozenset(
@@ -77,7 +77,22 @@ class Call:
         window, cfg = self.args.sliding_window, self.cfg
         return build(self.tokens, window, cfg.block_q, cfg.block_k)
 
-    def inputs(self) -> list[Any]:
+    def operands(self, table: jax.Array | None, num_heads: int) -> list[Any]:
+        """What kernels begin with, for programs of so many heads."""
+        args = self.args
+        sizes = [*self._sizes(table), self.span(num_heads)]
+        return [args.query, args.key, args.value, *self._inputs(), table, *sizes]
+
+    def span(self, num_heads: int) -> int:
+        """How many lines, the heads of a batch, take turns: under a causal mask their longest
+        blocks then start before any short one. Long lines do not: keys would leave the cache.
+        """
+        causal = self.args.sliding_window[1] is not None
+        if not causal or max(self.tokens.num_q, self.tokens.num_k) > _TURNS_LENGTH:
+            return 1
+        return math.gcd(self.args.query.shape[0] * num_heads, _TURNS)
+
+    def _inputs(self) -> list[Any]:
         """The optional arrays, None where absent, up to the table."""
         args = self.args
         prob = args.dropout_prob
@@ -92,7 +107,7 @@ class Call:
             *self.positions,
         ]
 
-    def sizes(self, table: jax.Array | None) -> list[int]:
+    def _sizes(self, table: jax.Array | None) -> list[int]:
         """Lengths, window and strides."""
         args, of = self.args, self.tokens
         left, right = (x or 0 for x in args.sliding_window)
@@ -163,12 +178,3 @@ def pair_strides(x: Any) -> list[int]:
 
 def _row_stride(x: Any) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.shape[1]
-
-
-def span(args: Any, lines: int) -> int:
-    """How many lines, the heads of a batch, take turns: under a causal mask their longest blocks
-    then start before any short one. Long lines do not, or their keys would leave the cache.
-    """
-    length = max(args.query.shape[1], args.key.shape[1])
-    causal = args.sliding_window[1] is not None
-    return math.gcd(lines, _TURNS) if causal and length <= _TURNS_LENGTH else 1

@@ -92,11 +92,12 @@ def _step(
         p = tl.where(kept, p * KEPT, 0.0)
     if not WARY:
         b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
-    w = p.to(b_v.dtype)
     if LONE:
         if masked:
-            over += tl.sum(w.to(tl.float32) - p, 1) * (1.0 / KEPT)
-    acc = tl.dot(w, b_v, acc, input_precision=PRECISION)  # [BQ, BE]
+            rounded = p.to(value.dtype.element_ty).to(tl.float32)
+            over += tl.sum(rounded - p, 1) * (1.0 / KEPT)
+            p = rounded  # of the two, blocks without a mask keep one
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
     return m, l, over, acc
 
 
@@ -105,21 +106,20 @@ def flash_attention_fwd_kernel(
     query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
     k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
     bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
-    table_b, sinks_h, num_sinks, flags, old_out, old_lse, out, lse, flags_out,
+    table_b, sinks_h, num_sinks, span, flags, old_out, old_lse, out, lse, flags_out,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
     CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, LONE: tl.constexpr, BACKWARDS: tl.constexpr, SPAN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKS: tl.constexpr, LONE: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
     if flags is not None:
         if tl.load(flags + i_p) == 0:
             return
-    i_q, line = blocks.order(i_p, num_blocks, SPAN)
+    i_q, line = blocks.order(i_p, num_blocks, span)
     if BACKWARDS:  # causal: the longest rows start first
         i_q = num_blocks - 1 - i_q
     i_h = line % HEADS
@@ -270,8 +270,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     ]
 
     def launch(flagged: Sequence[Any], flags: Any) -> list[Any]:
-        inputs = [args.query, args.key, args.value, *made.inputs(), table, *made.sizes(table)]
-        inputs += flagged
+        inputs = [*made.operands(table, num_heads), *flagged]
         return triton_call(
             flash_attention_fwd_kernel,
             *inputs,
@@ -281,7 +280,6 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
             **cfg.launch(),
             BN=made.sink_block,
             CHECKED=made.cut_keys,
-            SPAN=call.span(args, num_heads * batch),
             LONE=_lone_keys(args, constants["IDS"]),
             BACKWARDS=args.sliding_window[1] is not None,
             **constants,
