@@ -112,6 +112,7 @@ def flash_attention_bwd_dkv_kernel(
     num_blocks = tl.cdiv(num_k, BK)
     GROUPS: tl.constexpr = HEADS // GROUP
     i_p = tl.program_id(0)
+    # causal: the first keys are seen by most queries, and start first
     i_k, line = blocks.order(i_p, num_blocks, span)
     i_g = line % GROUPS
     i_b = line // GROUPS

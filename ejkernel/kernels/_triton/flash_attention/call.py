@@ -25,7 +25,7 @@ _LOW_PRECISION = frozenset(
 )
 # where a cap of half precision may err by 2.4e-6 times itself: see `pairs.below_cap`
 _LOW_CAP, _HIGH_CAP = 2.0**-6, 256.0
-# up to 4096 tokens 1 to 5 % faster on an H200, at 16384 up to 6 % slower (docs/measured.md)
+# up to 4096 tokens up to 5 % faster on an H200, at 16384 up to 6 % slower (docs/measured.md)
 _TURNS, _TURNS_LENGTH = 32, 4096
 
 
@@ -85,7 +85,7 @@ class Call:
 
     def span(self, num_heads: int) -> int:
         """How many lines, the heads of a batch, take turns: under a causal mask their longest
-        blocks then start before any short one. Long lines do not: keys would leave the cache.
+        blocks then start before any short one. Long lines do not: they were slower so.
         """
         causal = self.args.sliding_window[1] is not None
         if not causal or max(self.tokens.num_q, self.tokens.num_k) > _TURNS_LENGTH:
