@@ -179,6 +179,20 @@ def test_rows_that_see_nothing_of_their_first_block(entry_name, logit):
     harness.assert_close_to_oracle(actual, made)
 
 
+@pytest.mark.parametrize("later", [-100.0, -300.0])
+def test_packed_rows_take_their_reference_from_the_first_keys_they_see(entry_name, later):
+    """The last row of a block of 16 sees nothing of the first block, and all of the second."""
+    values = {n: x.astype(jnp.bfloat16) for n, x in arrays(1, 96, 96, 2, 1, 8, 8).items()}
+    logits = jnp.where(jnp.arange(96) < 64, -200.0, later)[None, :, None, None]
+    values["query"] = jnp.ones_like(values["query"])
+    values["key"] = jnp.broadcast_to(logits / 8, values["key"].shape).astype(jnp.bfloat16)
+    ids = jnp.ones((1, 96), jnp.int32)
+    values |= {"q_segment_ids": ids, "kv_segment_ids": ids, "sliding_window": (47, 0)}
+    made = harness.solve(SPEC, make(values | {"softmax_scale": 1.0}), grads=("bias",))
+    actual, _ = run(entry_name, made.args, made)
+    harness.assert_close_to_oracle(actual, made)
+
+
 def test_large_weights_of_large_values_do_not_overflow(entry_name):
     values = arrays(1, 64, 64, 2, 1, 8, 8)
     values["key"] = values["key"].at[:, 40:].multiply(20.0)

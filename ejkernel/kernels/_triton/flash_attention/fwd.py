@@ -33,7 +33,7 @@ _SERIES_CAP, _SERIES_SLOPES = 50.0, (5e-4, 1e3)
 
 @triton.jit
 def _step(
-    m, l, over, acc, b_q, j, first, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q,
+    m, l, far, acc, b_q, j, fresh, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q,
     q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s,
     left, right, num_q, num_k,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
@@ -42,14 +42,14 @@ def _step(
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
     CUT: tl.constexpr, MASKS: tl.constexpr, STEADY: tl.constexpr, SERIES: tl.constexpr,
-    LONE: tl.constexpr, WARY: tl.constexpr,
+    ZERO: tl.constexpr, WARY: tl.constexpr,
 ):  # fmt: skip
     """Folds block j of the keys, which may be `masked`, into the state of the rows.
 
     A hidden key has weight 0, but 0 * nan is nan. WARY: a value that is not finite marks its key,
-    and is taken as 0. STEADY: the reference that the first block gave stays. SERIES: logits are
-    small beside their cap, and have 0 as their reference; m is the largest square of a dot. LONE:
-    `over` counts what rounding adds to weights in masked blocks, where a row may have a single one.
+    and is taken as 0. STEADY: rows that saw nothing before a `fresh` block get their reference from
+    it, and keep it. SERIES: logits are small beside their cap; `far` is the largest square of a
+    dot. ZERO: the reference is a logit of 0.
     """
     row = j * BK
     o_k = row + tl.arange(0, BK)
@@ -64,7 +64,7 @@ def _step(
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
     if SERIES:
         squares = dots * dots
-        m = tl.maximum(m, tl.max(squares, 1))
+        far = tl.maximum(far, tl.max(squares, 1))
         x = pairs.cap_series(dots, squares, SCALE / CAP, CAP * softmax.LOG2_E)
     else:
         x = pairs.logits(
@@ -76,12 +76,13 @@ def _step(
         b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t, mask_s, left, right, num_q, num_k,
         num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS, not POSITIONS,
     )  # fmt: skip
-    if SERIES:
+    if ZERO:
         p = tl.math.exp2(x)  # [BQ, BK]
         l += tl.sum(p, 1)
     elif STEADY:
-        if j == first:  # a row that sees nothing of it: a logit of 0
-            m = softmax.shift(tl.max(x, 1) * UNITS, -SHIFT * softmax.LOG2_E)
+        if fresh:  # a row that sees nothing of it: a logit of 0
+            top = softmax.shift(tl.max(x, 1) * UNITS, -SHIFT * softmax.LOG2_E)
+            m = tl.where(l == 0.0, top, m)
         p = tl.math.exp2(x * UNITS - m[:, None])
         l += tl.sum(p, 1)
     else:
@@ -92,13 +93,8 @@ def _step(
         p = tl.where(kept, p * KEPT, 0.0)
     if not WARY:
         b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
-    if LONE:
-        if masked:
-            rounded = p.to(value.dtype.element_ty).to(tl.float32)
-            over += tl.sum(rounded - p, 1) * (1.0 / KEPT)
-            p = rounded  # of the two, blocks without a mask keep one
     acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
-    return m, l, over, acc
+    return m, l, far, acc
 
 
 @triton.jit(do_not_specialize=call.LOOSE)
@@ -180,23 +176,31 @@ def flash_attention_fwd_kernel(
         table, i_q, num_q, num_k, offset, left, right, BQ, BK, LEFT, RIGHT
     )
 
-    m = tl.full([BQ], 0.0 if SERIES else float("-inf"), tl.float32)
+    # LONE: a row's only key has to be its reference, to weigh 1 to the bit. The row may see nothing
+    # of earlier blocks, but all of any without a mask: whoever has a sum has a reference.
+    ZERO: tl.constexpr = SERIES and not LONE
+    BITS: tl.constexpr = 1.0 if SERIES else UNITS
+    m = tl.full([BQ], 0.0 if ZERO else float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
-    over = tl.zeros([BQ], tl.float32)
+    far = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, BE], tl.float32)
     for j in range(first, last):
-        m, l, over, acc = _step(
-            m, l, over, acc, b_q, j, first, (j < full) | (j >= ragged), key, value, bias, mask,
-            slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
-            STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
-            BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, STEADY and LONE, False,
+        masked = (j < full) | (j >= ragged)
+        fresh = j == first
+        if LONE:
+            fresh = masked | (j == full)
+        m, l, far, acc = _step(
+            m, l, far, acc, b_q, j, fresh, masked, key, value, bias, mask, slope, seed,
+            drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K, STRIDE_V,
+            bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE,
+            NATURAL, BITS, 0.0 if SERIES else SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
+            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, ZERO, False,
         )  # fmt: skip
     if SERIES:  # marks what is for the second launch
         END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
-        far = tl.max(m, 0) > END * END
-        tl.store(flags_out + i_p, far.to(tl.int32))
-        m = tl.full([BQ], -SHIFT * softmax.LOG2_E, tl.float32)
+        too_far = tl.max(far, 0) > END * END
+        tl.store(flags_out + i_p, too_far.to(tl.int32))
+        m -= SHIFT * softmax.LOG2_E
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
     if STEADY or MASKS or (mask is not None):
@@ -205,16 +209,15 @@ def flash_attention_fwd_kernel(
             bad |= looks & (((l >= _LEAST) & (l <= _MOST)) == 0)
         again = tl.max(bad.to(tl.int32), 0) > 0
         if SERIES:
-            again &= far == 0
+            again &= too_far == 0
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
-            over = tl.zeros([BQ], tl.float32)
             acc = tl.zeros([BQ, BE], tl.float32)
             PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loop
             for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
-                m, l, over, acc = _step(
-                    m, l, over, acc, b_q, j, first, True, key, value, bias, mask, slope, seed,
+                m, l, far, acc = _step(
+                    m, l, far, acc, b_q, j, False, True, key, value, bias, mask, slope, seed,
                     drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
                     STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD,
                     BE, BQ, PART, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS,
@@ -226,13 +229,9 @@ def flash_attention_fwd_kernel(
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
         acc *= alpha[:, None]
-        over *= alpha
     if IDS >= 1:  # padding sees only sinks
         acc = tl.where(looks[:, None], acc, 0.0)
-    total = l
-    if LONE:
-        total = l + over
-    acc *= (1.0 / tl.where(l == 0.0, 1.0, total))[:, None]  # one quotient a row
+    acc *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
     p_out = addresses.tile_pointers(
         out + (wide_b * num_q * HEADS + i_h) * E, row, HEADS * E, BQ, BE
     )
