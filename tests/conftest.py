@@ -46,7 +46,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 # Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
-_QUICK = ("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/", "tests/blocks/")
+_QUICK = (
+    *("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/", "tests/blocks/"),
+    "tests/test_docs.py",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -33,14 +33,15 @@ def check(op, entry_name, case, dtype, kind, record_property):
     harness.assert_close_to_oracle(actual, made)
 
 
-def in_core(most=8):
-    """Core cases; of an op that one XLA kernel serves, the last ones are for `make test-all`."""
+def in_core(most=5, most_on_tpu=9):
+    """Core cases; where one XLA kernel serves an op, and on TPUs, `make test-all` has the last."""
     seen = collections.Counter()
     for row in CORE:
         entry = harness.find_entry(*row[:2])
         alone = len(kernel_registry.list(entry.op)) == 1
+        limit = most if alone else most_on_tpu if entry.backend == "tpu" else len(CORE)
         seen[row[:2]] += 1
-        late = [pytest.mark.slow] if alone and seen[row[:2]] > most else []
+        late = [pytest.mark.slow] if seen[row[:2]] > limit else []
         yield pytest.param(*row, marks=[*harness.marks(entry), *late])
 
 

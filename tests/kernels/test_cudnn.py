@@ -292,7 +292,12 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", MAPPED)
+PARTLY = ("elsewhere", "query", "keys", "bias_alone")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in PARTLY else []) for n in MAPPED]
+)
 def test_vmap(dense, name):
     axes, bias_axis, lead = MAPPED[name]
     rng, lanes = np.random.default_rng(5), 3

@@ -107,12 +107,13 @@ def assert_matches(arrays, options):
 
 
 MOVED = ["causal", "window_pair", "window_zero", "query_lengths", "everything"]
+FEW = ("causal", "query_lengths")
 
 
 @pytest.mark.parametrize(
     ("option", "shape"),
     [(name, "long_keys") for name in OPTIONS]
-    + [(name, "long_queries") for name in MOVED]
+    + [pytest.param(n, "long_queries", marks=[] if n in FEW else pytest.mark.slow) for n in MOVED]
     + [(name, "square") for name in ("causal", "key_lengths")],
 )
 def test_matches_jax(option, shape):
