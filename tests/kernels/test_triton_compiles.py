@@ -129,7 +129,7 @@ def test_a_soft_cap_compiles():
 def test_calls_of_other_rows_and_lengths_share_a_kernel(direction, tmp_path):
     """So that a candidate's small twin, which is compared with the oracle, costs no compilation."""
     cfg = config.Config(block_q=64, block_k=64)
-    compiled = []
+    compiled = [_triton_compile.counts["compiled"]]
     with _settings.override(cache_dir=str(tmp_path)):
         for batch, length in ((2, 1024), (1, 8192)):
             arrays = {
@@ -139,7 +139,7 @@ def test_calls_of_other_rows_and_lengths_share_a_kernel(direction, tmp_path):
             for launch, avals in launches(direction, cfg, arrays, CAUSAL):
                 _triton_call.compile_launch(launch, avals, GpuTarget.parse("cuda:sm_90"))
             compiled.append(_triton_compile.counts["compiled"])
-    assert compiled[0] == compiled[1]
+    assert compiled[0] < compiled[1] == compiled[2]
 
 
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.slow)])

@@ -3,9 +3,10 @@
 One program computes a block of queries of one head; of its blocks of keys only those at the ends
 take a mask. Arrays are [b, t, h, d], contiguous.
 
-The maximum over the first block stays the reference of a row's weights: float32 and bfloat16 have
-exponents enough for weights far above one. So the sum of values is only ever added to, and its
-products run beside the next block's. Rows whose weights leave the range are done again.
+The maximum over the first block, of packed rows over the first that they see, stays the reference
+of a row's weights: float32 and bfloat16 have exponents enough for weights far above one. So the sum
+of values is only ever added to, and its products run beside the next block's. Rows whose weights
+leave the range are done again.
 
 Logits below about their cap are capped by a polynomial; blocks of queries with larger ones are
 marked, and done by a second launch. Caps in exponentials would double what one unit has to do.
