@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-
+from ejkernel import _contexts
 from ejkernel.errors import SettingsError
 
 Parser = Callable[[str], Any]
@@ -133,12 +132,9 @@ def _from_environment() -> Settings:
     return read(os.environ)
 
 
-_override = jax.make_user_context(default_value=None)
-
-
 def current() -> Settings:
     """The settings in force: the innermost `override`, else the environment at first use."""
-    return _override.value or _from_environment()
+    return _contexts.settings.value or _from_environment()
 
 
 @contextlib.contextmanager
@@ -160,10 +156,10 @@ def override(**values: Any) -> Iterator[Settings]:
                 f"{name}={value!r} is not allowed: it must be {metadata['allowed']}."
             ) from None
     settings = dataclasses.replace(current(), **values)
-    with _override(settings):
+    with _contexts.settings(settings):
         yield settings
 
 
 def using(settings: Settings) -> Any:
     """A context with exactly these settings, for a thread that works for another one."""
-    return _override(settings)
+    return _contexts.settings(settings)

@@ -60,6 +60,12 @@ def dotted(node):
     return ""
 
 
+def test_contexts_are_made_in_one_module_that_every_import_loads():
+    """One made while a function is traced would have every program traced again."""
+    calls = [(p, n) for p, n in walk(PACKAGE, ast.Call) if "make_user_context" in dotted(n.func)]
+    assert {path.name for path, _ in calls} == {"_contexts.py"}
+
+
 # Exceptions
 
 

@@ -7,31 +7,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel import _settings
+from ejkernel import _contexts, _settings
 from ejkernel.xla_utils import manual
-
-# part of jit's key: a function traced for the interpreter is traced again for a compiler
-_compiled = jax.make_user_context(default_value=False)
-_races = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def compile_for_tpu() -> Iterator[None]:
     """Kernels traced inside are compiled, whatever the default device is."""
-    with _compiled(True):
+    with _contexts.compile_for_tpu(True):
         yield
 
 
 @contextlib.contextmanager
 def detect_races() -> Iterator[None]:
     """Kernels interpreted inside look for reads and writes that are not ordered."""
-    with _races(True):
+    with _contexts.detect_races(True):
         yield
 
 
 def interpreted() -> bool:
     """Whether a kernel traced here runs in the interpreter."""
-    return jax.default_backend() == "cpu" and not _compiled.value
+    return jax.default_backend() == "cpu" and not _contexts.compile_for_tpu.value
 
 
 def races_found() -> bool:
@@ -105,7 +101,9 @@ def _interpreter(inputs: Sequence[jax.Array]) -> Any:
     if _settings.current().interpret and not manual.varying_axes(inputs[0]):
         return True
     return pltpu.InterpretParams(
-        uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=_races.value
+        uninitialized_memory="nan",
+        out_of_bounds_reads="raise",
+        detect_races=_contexts.detect_races.value,
     )
 
 

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-
+from ejkernel import _contexts
 from ejkernel.ops.utils import serialize
 
 CUT_SHORT = "not measured: the budget was used up"  # among the failures of a choice
@@ -77,12 +76,9 @@ def _typed(value: Any) -> list[Any]:
     return [*names, serialize.describe(value)]
 
 
-_overlay = jax.make_user_context(default_value=None)
-
-
 def overlaid(key: Any) -> Any | None:
     """The configuration that the innermost overlay has for a key."""
-    overlay = _overlay.value
+    overlay = _contexts.overlay.value
     return None if overlay is None else overlay.values.get(key)
 
 
@@ -93,6 +89,6 @@ def overlay_cache(cache: ConfigCache | Mapping[Any, Any]) -> Iterator[None]:
     The content is taken on entry. Functions jitted outside are traced again inside, and keep each
     their own configuration. Inner overlays hide outer ones key by key.
     """
-    outer = _overlay.value.values if _overlay.value is not None else {}
-    with _overlay(_Overlay({**outer, **dict(cache.items())})):
+    outer = _contexts.overlay.value.values if _contexts.overlay.value is not None else {}
+    with _contexts.overlay(_Overlay({**outer, **dict(cache.items())})):
         yield

@@ -5,9 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
-from ejkernel import _settings
+from ejkernel import _contexts, _settings
 
 _MODES = ("autotune", "heuristics")
 
@@ -51,13 +49,9 @@ class Policy:
     allow_in_trace: bool
 
 
-# the fields that are overridden, as sorted pairs
-_override = jax.make_user_context(default_value=())
-
-
 def current(own: AutotunePolicy) -> Policy:
     """The policy in force for a chain: its own, with the fields that contexts override."""
-    return dataclasses.replace(own, **dict(_override.value)).resolved()
+    return dataclasses.replace(own, **dict(_contexts.policy.value)).resolved()
 
 
 @contextlib.contextmanager
@@ -76,7 +70,7 @@ def policy_override(
       policy: A whole policy.
       **fields: Single fields of `AutotunePolicy`; the others stay as they are.
     """
-    changes = dict(_override.value)
+    changes = dict(_contexts.policy.value)
     for base in (getattr(chain, "policy", None), policy):
         if base is not None:
             changes = {f.name: getattr(base, f.name) for f in dataclasses.fields(AutotunePolicy)}
@@ -84,5 +78,5 @@ def policy_override(
         fields["mode"] = "autotune" if autotune else "heuristics"
     changes |= fields
     made = AutotunePolicy(**changes)  # checks names and values
-    with _override(tuple(sorted(changes.items()))):
+    with _contexts.policy(tuple(sorted(changes.items()))):
         yield made
