@@ -76,3 +76,18 @@ def test_vmap_of_vmap_over_different_arguments():
     value, gradient = jax.value_and_grad(lambda b: loss(b).sum())(more)
     np.testing.assert_allclose(value, 3 * jnp.sin(more).sum(), rtol=1e-5)
     np.testing.assert_allclose(gradient, 3 * jnp.cos(more), rtol=1e-5)
+
+
+class Checked(SumAndScale):
+    """A backward that looks at its cotangents, as kernels do whose padding may hold nan."""
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        clean = [jnp.where(jnp.isfinite(c), c, 0) for c in cotangents]
+        return super().custom_vjp(primals, cfg, kwargs, clean)
+
+
+def test_the_constant_cotangent_of_a_sum_is_not_folded_by_the_compiler():
+    kernel = Checked(name="checked")
+    gradient = jax.grad(lambda a, b: kernel(a, b)[0].sum())
+    program = jax.jit(gradient).lower(jnp.ones((4,)), jnp.ones((4,))).compile().as_text()
+    assert "is-finite" in program
