@@ -124,7 +124,7 @@ def _pair_gradients(x: Operands, dout: jax.Array, dot: Callable) -> tuple[Any, A
         # a gate is in the decay of each pair around it: sums over s before, then over t from it
         before = np.triu(np.ones(scores.shape[-2:]), 1)
         around = dot("...ts,su->...tu", dscores * scores, jnp.asarray(before, scores.dtype))
-        found["a"] = jnp.where(_lower(scores), around, 0).sum(axis=-2)[..., None]
+        found["a"] = jnp.where(_lower(around.ndim, around.shape[-1]), around, 0).sum(axis=-2)[..., None]
     return found, {"a": ()}
 
 
@@ -191,12 +191,11 @@ def _one_product(x: Operands) -> bool:
 def _pairs(x: Operands) -> jax.Array:
     if x.a is not None:
         return chunks.pairs(x.a)
-    size = x.q.shape[-2]
-    return jnp.asarray(np.tri(size), x.q.dtype)
+    return jnp.asarray(_lower(x.q.ndim, x.q.shape[-2]), x.q.dtype)
 
 
-def _lower(scores: jax.Array) -> np.ndarray:
-    return np.tri(scores.shape[-1], dtype=bool)
+def _lower(rank: int, size: int) -> np.ndarray:
+    return np.tri(size, dtype=bool).reshape(*(1,) * (rank - 2), size, size)
 
 
 # Elements
