@@ -16,7 +16,7 @@ from ejkernel.kernels._xla._blocks import chunks
 
 
 class Operands(NamedTuple):
-    """The arrays of chunks; before `prepare`, k and v have their own heads."""
+    """The arrays of chunks; before `prepare`, q, k and v have their own heads."""
 
     q: jax.Array  # [.., h, c, d], scaled
     k: jax.Array  # [.., h, c, d]
@@ -26,16 +26,17 @@ class Operands(NamedTuple):
 
 
 def prepare(x: Operands) -> Operands:
-    """Keys and values of each query head, and the decays that gates make."""
-    k, v = repeat(x)
+    """Queries, keys and values of each head, and the decays that gates make."""
+    x = repeat(x)
     a, b = (None if y is None else chunks.decays(y) for y in (x.a, x.b))
-    return Operands(x.q, k, v, a, b)
+    return x._replace(a=a, b=b)
 
 
-def repeat(x: Operands) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of each query head."""
-    times = x.q.shape[-3] // x.k.shape[-3]
-    return jnp.repeat(x.k, times, axis=-3), jnp.repeat(x.v, times, axis=-3)
+def repeat(x: Operands) -> Operands:
+    """Queries, keys and values of each head; those with fewer serve several."""
+    heads = max(y.shape[-3] for y in x[:3])
+    q, k, v = (jnp.repeat(y, heads // y.shape[-3], axis=-3) for y in x[:3])
+    return x._replace(q=q, k=k, v=v)
 
 
 def totals(x: Operands) -> tuple[jax.Array | None, jax.Array | None]:
