@@ -42,6 +42,7 @@ from ejkernel.modules.operations.lightning_attention import (
     LightningAttention,
     lightning_attention,
     lightning_attn,
+    lightning_decay,
 )
 from ejkernel.modules.operations.linear_recurrence import LinearRecurrence, linear_recurrence
 from ejkernel.modules.operations.mean_pooling import MeanPooling, mean_pooling
@@ -146,6 +147,7 @@ __all__ = [
     "grouped_matmul",
     "lightning_attention",
     "lightning_attn",
+    "lightning_decay",
     "linear_recurrence",
     "mean_pooling",
     "merge_attention_states",

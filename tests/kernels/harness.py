@@ -26,8 +26,9 @@ def find_case(op: str, name: str) -> Case:
 @functools.cache
 def problem(op: str, name: str, dtype: str, seed: int = 11) -> Problem:
     spec, case = kernel_registry.spec(op), find_case(op, name)
-    args = spec.make(case, jnp.dtype(dtype), jax.random.key(seed))
-    return solve(spec, args, case.grads)
+    with jax.numpy_rank_promotion("raise"):
+        args = spec.make(case, jnp.dtype(dtype), jax.random.key(seed))
+        return solve(spec, args, case.grads)
 
 
 def solve(spec: OpSpec, args: Any, grads: tuple[str, ...] | None = None) -> Problem:
@@ -37,7 +38,10 @@ def solve(spec: OpSpec, args: Any, grads: tuple[str, ...] | None = None) -> Prob
 
 
 def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer:
-    """Forward and the gradients that an entry offers, in one compiled function."""
+    """Forward and the gradients that an entry offers, in one compiled function.
+
+    A user may forbid JAX to add axes in front of a shape; no kernel may need that.
+    """
     spec = kernel_registry.spec(entry.op)
     differentiable = entry.why_not(made.args, direction=BACKWARD) is None
 
@@ -59,7 +63,8 @@ def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer
         )
         return outputs, {name: gradients[name] for name in made.wanted}
 
-    outputs, gradients = jax.jit(both, **jit_options)(made.args, made.cotangents)
+    with jax.numpy_rank_promotion("raise"):
+        outputs, gradients = jax.jit(both, **jit_options)(made.args, made.cotangents)
     for name, gradient in gradients.items():
         array = made.args.arrays()[name]
         assert (gradient.shape, gradient.dtype) == (array.shape, array.dtype), name

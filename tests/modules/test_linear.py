@@ -12,7 +12,11 @@ from ejkernel import _device
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._xla.linear_recurrence import bwd, config, fwd
 from ejkernel.modules.operations.gla import gla, gla_attention
-from ejkernel.modules.operations.lightning_attention import lightning_attention, lightning_attn
+from ejkernel.modules.operations.lightning_attention import (
+    lightning_attention,
+    lightning_attn,
+    lightning_decay,
+)
 from ejkernel.modules.operations.linear_recurrence import linear_recurrence
 
 
@@ -199,10 +203,39 @@ def test_long_rows_keep_neither_their_states_nor_their_pairs(run, arrays_in):
         assert temporary < 9 * one
 
 
-def test_key_heads_serve_groups_of_query_heads():
-    values = arrays(30)
-    repeated = values | {n: jnp.repeat(values[n], 2, axis=2) for n in ("key", "value")}
-    assert_close(linear_recurrence(**values), linear_recurrence(**repeated))
+def test_heads_serve_groups_of_the_most_there_are():
+    heads = {"query": 2, "key": 3, "value": 6}  # the gradients of such a call are in the cases
+    values = arrays(11, heads=6, groups=6)
+    values |= {n: values[n][:, :, :count] for n, count in heads.items()}
+    del values["gk"], values["gv"]
+    repeated = {n: jnp.repeat(values[n], 6 // count, axis=2) for n, count in heads.items()}
+    run = jax.jit(lambda values: linear_recurrence(**values, return_state=True))
+    assert_close(run(values), run(values | repeated))
+
+
+def test_a_reduced_call_keeps_the_ratio_of_heads():
+    spec = kernel_registry.spec("linear_recurrence")
+    values = arrays(9, heads=24, groups=6) | {"value": jnp.ones((1, 9, 12, 6))}
+    twin = spec.reduced(spec.canonicalize(spec.complete(values)), 16)
+    assert [getattr(twin, n).shape[2] for n in ("query", "key", "value", "g")] == [8, 2, 4, 8]
+    assert jax.eval_shape(spec.reference_fn(), twin)[0].shape[2] == 8
+
+
+@pytest.mark.parametrize(
+    "run",
+    [gla, linear_recurrence, functools.partial(lightning_attention, layer_idx=0, num_layers=2)],
+    ids=["gla", "linear_recurrence", "lightning_attention"],
+)
+def test_a_batch_of_no_row(run):
+    q, k, v = (arrays(5, batch=0)[n] for n in ("query", "key", "value"))
+
+    def total(q, k, v):
+        out, state = run(q, k, v, return_state=True)
+        return out.sum() + state.sum(), (out, state)
+
+    grads, (out, state) = jax.grad(total, (0, 1, 2), has_aux=True)(q, k, v)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    assert (out.shape, state.shape) == ((0, 5, 4, 6), (0, 4, 8, 6))
 
 
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -261,6 +294,54 @@ def test_special_forms_are_the_general_one():
     assert lightning_attn is lightning_attention
 
 
+def test_given_decays_replace_those_of_a_layer():
+    qkv = [arrays(9)[n] for n in ("query", "key", "value")]
+    gamma = jnp.linspace(-0.4, -0.1, 4)
+    loss = lambda run, gamma: (run(*qkv, g_gamma=gamma) ** 2).sum()
+    made = [jax.value_and_grad(functools.partial(loss, run)) for run in (lightning_attention, gla)]
+    assert_close(made[0](gamma), made[1](gamma))
+    layer = {"layer_idx": 2, "num_layers": 5}
+    given = lightning_attention(*qkv, g_gamma=lightning_decay(4, **layer))
+    np.testing.assert_array_equal(given, lightning_attention(*qkv, **layer))
+
+
+def test_decays_of_a_layer():
+    linear = lightning_decay(3, 1, 4)
+    assert linear.dtype == jnp.float32
+    np.testing.assert_allclose(linear, [0.0, -2.0, -4.0], rtol=1e-6)
+    exponential = lightning_decay(4, 2, 5, kind="exponential")
+    slopes = -np.array([0.25, 0.0625, 0.015625, 0.00390625])
+    np.testing.assert_allclose(exponential, slopes * 0.50001, rtol=1e-6)
+    # the only layer has depth 0
+    np.testing.assert_allclose(
+        lightning_decay(2, 0, 1, kind="exponential"), slopes[1::2] * 1.00001, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({}, "needs `layer_idx` and `num_layers`, or `g_gamma`"),
+        ({"layer_idx": 1}, "'num_layers': None"),
+        ({"layer_idx": 1, "num_layers": 2, "g_gamma": np.zeros(4, np.float32)}, "replaces"),
+        ({"num_layers": 2, "g_gamma": np.zeros(4, np.float32)}, "replaces"),
+        ({"g_gamma": np.zeros(2, np.float32)}, "g_gamma"),
+        ({"layer_idx": 4, "num_layers": 4}, "layer_idx"),
+    ],
+)
+def test_one_of_layer_and_decays_is_needed(call, message):
+    with pytest.raises(ValueError, match=message):
+        lightning_attention(*(arrays(3)[n] for n in ("query", "key", "value")), **call)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"), [((4, 4, 4), "layer_idx"), ((4, 0, 4, "cubic"), "kind")]
+)
+def test_errors_of_decays_name_the_argument(call, message):
+    with pytest.raises(ValueError, match=f"`lightning_decay`: `{message}`"):
+        lightning_decay(*call)
+
+
 @pytest.mark.slow  # the generated tests of transformations take each op once
 def test_transforms():
     values = arrays(9, batch=2)
@@ -292,6 +373,11 @@ def test_batch_and_heads_split_over_devices():
     qkv = {n: values[n] for n in ("query", "key", "value")} | {"layer_idx": 0, "num_layers": 3}
     actual = lightning_attention(**qkv, **options, out_specs=(spec, states))
     assert_close(actual, lightning_attention(**qkv, return_state=True))
+    # one key head stays on every device, and no array has all heads
+    groups = {"query": values["query"][:, :, :2], "key": values["key"][:, :, :1]}
+    groups["value"] = arrays(9, batch=2, groups=4)["value"]
+    actual = linear_recurrence(**groups, **options, out_specs=(spec, states))
+    assert_close(actual, linear_recurrence(**groups, return_state=True))
 
 
 @pytest.mark.parametrize(
@@ -300,15 +386,11 @@ def test_batch_and_heads_split_over_devices():
         ({"cu_seqlens": np.asarray([0, 4])}, "batch of 1"),
         ({"initial_state": np.zeros((3, 4, 8, 6), np.float32)}, "2 rows of the batch"),
         ({"gk": np.zeros((2, 9, 2, 8), np.float32)}, "gk"),
-        ({"key": np.zeros((2, 9, 3, 8), np.float32)}, "value|multiple"),
+        ({"key": np.zeros((2, 9, 3, 8), np.float32)}, "3 heads of `key` must divide 4"),
+        ({"value": np.zeros((2, 9, 8, 6), np.float32)}, "`g` must have 8 heads"),
+        ({"initial_state": np.zeros((2, 2, 8, 6), np.float32)}, "`initial_state`"),
     ],
 )
 def test_errors_name_the_argument(change, message):
     with pytest.raises(ValueError, match=message):
         linear_recurrence(**(arrays(9, batch=2) | change))
-
-
-def test_layers_are_counted_from_zero():
-    q, k, v = (arrays(3)[n] for n in ("query", "key", "value"))
-    with pytest.raises(ValueError, match="layer_idx"):
-        lightning_attention(q, k, v, layer_idx=4, num_layers=4)

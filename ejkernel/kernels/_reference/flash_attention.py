@@ -29,7 +29,7 @@ def attend(args) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = x + args.bias.astype(wide)
     if args.alibi_slopes is not None:
         distance = (k_pos[:, None, :] - q_pos[:, :, None])[:, None].astype(wide)  # [b, 1, t, s]
-        x = x + args.alibi_slopes.astype(wide)[:, None, None] * distance
+        x = x + args.alibi_slopes.astype(wide)[None, :, None, None] * distance
     if args.logits_soft_cap is not None:
         x = args.logits_soft_cap * jnp.tanh(x / args.logits_soft_cap)
 

@@ -7,5 +7,5 @@ from ejkernel.kernels._reference import linear_recurrence
 
 def lightning_attention(args) -> tuple[jax.Array, ...]:
     """Output, and the last states when asked for."""
-    # not from layer_idx: a call split over devices has a part of the heads
+    # canonical decays, not `layer_idx`: a call split over devices has a part of the heads
     return linear_recurrence.recur(args, g_gamma=args.g_gamma)

@@ -14,19 +14,18 @@ def linear_recurrence(args) -> tuple[jax.Array, ...]:
 
 def recur(args, *, g=None, gk=None, gv=None, g_gamma=None) -> tuple[jax.Array, ...]:
     """The recurrence of each row, or of each sequence of a packed row."""
-    batch, t, heads, d = args.query.shape
+    batch, t, _, d = args.query.shape
     wide = jnp.promote_types(args.query.dtype, jnp.float32)
-    group = heads // args.key.shape[2]
-    q = args.query.astype(wide) * args.softmax_scale
-    k, v = (jnp.repeat(x.astype(wide), group, axis=2) for x in (args.key, args.value))
-    e = v.shape[-1]
+    xs = [x.astype(wide) for x in (args.query, args.key, args.value)]
+    heads, e = max(x.shape[2] for x in xs), args.value.shape[-1]
+    q, k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in xs)
     rows = jnp.zeros((batch, t, heads, d), wide)
     columns = jnp.zeros((batch, t, heads, e), wide)
     rows = rows if g is None else rows + g.astype(wide)[..., None]
     rows = rows if g_gamma is None else rows + g_gamma.astype(wide)[None, None, :, None]
     rows = rows if gk is None else rows + gk.astype(wide)
     columns = columns if gv is None else columns + gv.astype(wide)
-    xs = (q, k, v, rows, columns)
+    xs = (q * args.softmax_scale, k, v, rows, columns)
 
     packed = args.cu_seqlens is not None
     spans = [(0, t)]

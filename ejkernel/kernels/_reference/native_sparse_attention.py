@@ -64,17 +64,17 @@ def _selected(args, here, q, k, v):
     if args.block_indices is not None:
         lists = args.block_indices[:, here]  # [b, t, g, k]
         counts = lists.shape[-1] if counts is None else counts
-        lists = jnp.where(np.arange(lists.shape[-1]) < counts, lists, -1)
-        chosen = (lists[..., None] == block).any(axis=-2)  # [b, t, g, n]
+        lists = jnp.where(np.arange(lists.shape[-1])[None, None, None] < counts, lists, -1)
+        chosen = (lists[..., None] == block.reshape(1, 1, 1, 1, -1)).any(axis=-2)  # [b, t, g, n]
     else:
         counts = args.max_blocks if counts is None else jnp.maximum(counts, 1)
         score = _importance(args, q, k).reshape(batch, t, groups, heads // groups, -1).sum(axis=3)
-        score = jnp.where((block < own)[:, None], jax.lax.stop_gradient(score), -1.0)
-        score = jnp.where((block == own)[:, None], jnp.inf, score)
+        score = jnp.where((block < own)[None, :, None], jax.lax.stop_gradient(score), -1.0)
+        score = jnp.where((block == own)[None, :, None], jnp.inf, score)
         order = jnp.argsort(-score, axis=-1, stable=True)
         chosen = jnp.argsort(order, axis=-1, stable=True) < counts
     seen = jnp.repeat(chosen, heads // groups, axis=2)[..., position // args.block_size]
-    return _attend(args, q, k, v, seen & (position <= position[:, None])[:, None])
+    return _attend(args, q, k, v, seen & (position <= position[:, None])[None, :, None])
 
 
 def _window(args, here, q, k, v):

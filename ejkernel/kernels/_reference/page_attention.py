@@ -45,7 +45,7 @@ def decode(args, key, value, start, end) -> tuple[jax.Array, jax.Array]:
     if args.k_scale is not None:
         x = x * per_head(args.k_scale)
     if args.alibi_slopes is not None:
-        x = x + args.alibi_slopes.astype(wide)[:, None] * (position - last)[:, None]
+        x = x + args.alibi_slopes.astype(wide)[None, :, None] * (position - last)[:, None]
     if args.logits_soft_cap is not None:
         x = args.logits_soft_cap * jnp.tanh(x / args.logits_soft_cap)
     x = jnp.where(visible[:, None], x, -jnp.inf)

@@ -43,7 +43,7 @@ def stored(new, scale, dtype) -> jax.Array:
     """Tokens [n, g, d] as the cache holds them."""
     new = new.astype(jnp.promote_types(new.dtype, jnp.float32))
     if scale is not None:
-        new = new / scale.astype(new.dtype)[:, None]
+        new = new / scale.astype(new.dtype)[None, :, None]
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(new), -128, 127).astype(dtype)
     if dtype.itemsize == 1:

@@ -26,8 +26,8 @@ def _direction(args, p, backwards, wide):
     starts = [args.hidden] if args.cell is None else [args.hidden, args.cell]
     state = tuple((s[p] if args.bidirectional else s).astype(wide) for s in starts)
     t = args.inputs.shape[1]
-    lengths = jnp.int32(t) if args.lengths is None else args.lengths
-    seen = jnp.broadcast_to(jnp.arange(t)[:, None] < lengths, (t, args.inputs.shape[0]))
+    lengths = jnp.full(1, t) if args.lengths is None else args.lengths
+    seen = jnp.broadcast_to(jnp.arange(t)[:, None] < lengths[None], (t, args.inputs.shape[0]))
     xs = jnp.where(seen[..., None], args.inputs.swapaxes(0, 1).astype(wide), 0)
 
     def step(state, x):
@@ -44,7 +44,7 @@ def _pick(args, p, wide):
     weight = {n: getattr(args, n)[p].astype(wide) for n in ("w_ih", "w_hh")}
     biases = {n: getattr(args, n) for n in ("b_ih", "b_hh")}
     zero = jnp.zeros((), wide)
-    return weight, {n: zero if b is None else b[p].astype(wide) for n, b in biases.items()}
+    return weight, {n: zero if b is None else b[p].astype(wide)[None] for n, b in biases.items()}
 
 
 def _dot(x, w):

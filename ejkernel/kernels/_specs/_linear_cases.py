@@ -9,11 +9,9 @@ import jax.numpy as jnp
 
 from ejkernel.kernels import _spec
 
-# (batch, t, heads, kv heads, d, e): odd lengths, grouped heads, d != e; the first can be packed
-_SHAPES = {
-    "plain": (1, 21, 4, 2, 8, 12),
-    "rows": (2, 19, 2, 2, 12, 8),
-}
+# (batch, t, heads, d, e): odd lengths, d != e; the first can be packed
+_SHAPES = {"plain": (1, 21, 4, 8, 12), "rows": (2, 19, 2, 12, 8)}
+_HEADS = {"plain": (4, 2, 2), "rows": (2, 2, 2)}  # of queries, keys and values
 _PACKED = (0, 5, 5, 16, 19, 19)  # an empty sequence, one of two chunks, tokens of none
 
 
@@ -28,16 +26,18 @@ def _gate(key: jax.Array, shape: tuple[int, ...], strong: bool, dtype: Any) -> j
 
 def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     """Public arguments of one row of options; every array from a key of its own."""
-    batch, t, heads, kv_heads, d, e = _SHAPES[row.get("shape", "plain")]
+    shape = row.get("shape", "plain")
+    batch, t, heads, d, e = _SHAPES[shape]
+    q_heads, k_heads, v_heads = row.get("heads", _HEADS[shape])
     keys = iter(jax.random.split(key, 10))
 
     def normal(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
 
     values: dict[str, Any] = {
-        "query": normal(batch, t, heads, d),
-        "key": normal(batch, t, kv_heads, d),
-        "value": normal(batch, t, kv_heads, e),
+        "query": normal(batch, t, q_heads, d),
+        "key": normal(batch, t, k_heads, d),
+        "value": normal(batch, t, v_heads, e),
     }
     shapes = {"g": (batch, t, heads), "gk": (batch, t, heads, d), "gv": (batch, t, heads, e)}
     for name in row.get("gates", ()):
@@ -64,11 +64,12 @@ def _table(rows: dict[str, dict[str, Any]]) -> Sequence[_spec.Case]:
 
 
 def linear_recurrence() -> Sequence[_spec.Case]:
+    mamba = {"heads": (2, 1, 4)}  # keys and queries serve groups of values
     return _table(
         {
             "plain": {},
             "cover00": {"shape": "rows", "gates": ("g", "gk", "gv"), "gamma": True, "state": True},
-            "scalar": {"gates": ("g",), "gamma": True, "reverse": True, "state": True},
+            "scalar": {"gates": ("g",), "gamma": True, "reverse": True, "state": True} | mamba,
             "columns": {"shape": "rows", "gates": ("gv",), "state": True, "reverse": True},
             "scalar_columns": {"gates": ("g", "gv"), "strong": True, "state": True},
             "strong": {"shape": "rows", "gates": ("gk",), "strong": True, "state": True},
@@ -96,14 +97,14 @@ def lightning_attention() -> Sequence[_spec.Case]:
     return _table(
         {
             "plain": more,
-            "cover00": {"shape": "rows", "state": True, "reverse": True} | more,
+            "cover00": {"shape": "rows", "gamma": True, "state": True, "reverse": True},
             "packed": {"packed": True, "state": True} | more,
         }
     )
 
 
 def _common_changes() -> dict[str, dict[str, Any]]:
-    _, _, heads, _, d, e = _SHAPES["plain"]
+    _, _, heads, d, e = _SHAPES["plain"]
     return {
         "softmax_scale": {"softmax_scale": 0.7},
         "initial_state": {"initial_state": jax.random.normal(jax.random.key(7), (1, heads, d, e))},
@@ -114,7 +115,7 @@ def _common_changes() -> dict[str, dict[str, Any]]:
 
 
 def linear_recurrence_changes() -> dict[str, dict[str, Any]]:
-    batch, t, heads, _, d, e = _SHAPES["plain"]
+    batch, t, heads, d, e = _SHAPES["plain"]
     keys = jax.random.split(jax.random.key(23), 3)
     shapes = {"g": (batch, t, heads), "gk": (batch, t, heads, d), "gv": (batch, t, heads, e)}
     gates = {
@@ -130,4 +131,6 @@ def gla_changes() -> dict[str, dict[str, Any]]:
 
 
 def lightning_attention_changes() -> dict[str, dict[str, Any]]:
-    return _common_changes()
+    decays = linear_recurrence_changes()["g_gamma"] | {"layer_idx": None, "num_layers": None}
+    layer = {"layer_idx": {"layer_idx": 3}, "num_layers": {"num_layers": 8}}
+    return layer | {"g_gamma": decays} | _common_changes()

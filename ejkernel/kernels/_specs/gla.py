@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _linear_cases, linear_recurrence
+from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
 
 
 @_spec.op_args
@@ -34,6 +34,7 @@ class GLAConfig(linear_recurrence.LinearRecurrenceConfig):
 
 def canonicalize(values: dict[str, Any]) -> GLAArgs:
     """Checks a call and brings it to the one form that kernels see."""
+    _common.check_heads("gla", values["query"].shape[2], values["key"].shape[2])
     gates = {name: linear_recurrence.as_array(values[name]) for name in ("g", "g_gamma")}
     return GLAArgs(**linear_recurrence.common("gla", values), **gates)
 

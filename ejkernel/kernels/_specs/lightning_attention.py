@@ -1,4 +1,4 @@
-"""`lightning_attention`: linear attention with a constant decay for each head and layer."""
+"""`lightning_attention`: linear attention with a constant decay for each head."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _linear_cases, linear_recurrence
+from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
+
+
+KINDS = ("linear", "exponential")
+
+
+def _layered(value: Any, args: Any) -> bool:
+    """True if the decays come from a layer's number, not from the caller."""
+    return args.layer_idx is not None
 
 
 @_spec.op_args
@@ -18,8 +26,10 @@ class LightningAttentionArgs(_spec.OpArgs):
     query: Float[Array, "b t h d"]
     key: Float[Array, "b t g d"]
     value: Float[Array, "b t g e"]
-    layer_idx: int = _spec.static()
-    num_layers: int = _spec.static()
+    layer_idx: int | None = _spec.static(default=None)
+    num_layers: int | None = _spec.static(default=None)
+    # log decays by global head, also those of a layer: a shard of heads has its own
+    g_gamma: Float[Array, "h"] | None = dataclasses.field(default=None, metadata={"unset": _layered})
     softmax_scale: float | None = _spec.static(
         default=None, unset=linear_recurrence.default_scale, computed=True
     )
@@ -27,8 +37,6 @@ class LightningAttentionArgs(_spec.OpArgs):
     reverse: bool = _spec.static(default=False)
     cu_seqlens: Int[Array, "n1"] | None = None
     return_state: bool = _spec.static(default=False)
-    # log decays by global head: a shard of heads has its own
-    g_gamma: Float[Array, "h"] | None = _spec.internal()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +46,49 @@ class LightningAttentionConfig(linear_recurrence.LinearRecurrenceConfig):
 
 def canonicalize(values: dict[str, Any]) -> LightningAttentionArgs:
     """Checks a call and brings it to the one form that kernels see."""
-    made = linear_recurrence.common("lightning_attention", values)
-    layer, layers = int(values["layer_idx"]), int(values["num_layers"])
-    if not 0 <= layer < layers:
+    op, query = "lightning_attention", values["query"]
+    _common.check_heads(op, query.shape[2], values["key"].shape[2])
+    made = linear_recurrence.common(op, values)
+    layer = {name: values[name] for name in ("layer_idx", "num_layers")}
+    if values["g_gamma"] is not None:
+        if any(value is not None for value in layer.values()):
+            raise ValueError(
+                f"`{op}`: `g_gamma` replaces `layer_idx` and `num_layers`; give one or the others. "
+                f"Got {layer} besides `g_gamma`."
+            )
+        return LightningAttentionArgs(**made, g_gamma=jnp.asarray(values["g_gamma"]))
+    if None in layer.values():
         raise ValueError(
-            f"`lightning_attention`: `layer_idx` must be in [0, num_layers = {layers}); "
-            f"got {layer}."
+            f"`{op}`: needs `layer_idx` and `num_layers`, or `g_gamma`, such as "
+            f"`lightning_decay(num_heads, layer_idx, num_layers)`; got {layer} and no `g_gamma`."
         )
-    return LightningAttentionArgs(
-        **made, layer_idx=layer, num_layers=layers, g_gamma=_decays(made["query"], layer / layers)
-    )
+    layer = {name: int(value) for name, value in layer.items()}
+    decays = decay(op, query.shape[2], **layer)
+    dtype = jnp.float64 if query.dtype.itemsize == 8 else jnp.float32
+    return LightningAttentionArgs(**made, **layer, g_gamma=jnp.asarray(decays, dtype))
 
 
-def _decays(query: Any, depth: float) -> Any:
-    heads = query.shape[2]
-    made = -(8 / max(heads, 1)) * (1 - depth) * np.arange(heads)
-    return jnp.asarray(made, jnp.float64 if query.dtype.itemsize == 8 else jnp.float32)
+def decay(
+    op: str, num_heads: int, layer_idx: int, num_layers: int, kind: str = KINDS[0]
+) -> np.ndarray:
+    """The log decay of each head of a layer, in float64."""
+    if not 0 <= layer_idx < num_layers:
+        raise ValueError(
+            f"`{op}`: `layer_idx` must be in [0, num_layers = {num_layers}); got {layer_idx}."
+        )
+    if kind not in KINDS:
+        raise ValueError(f"`{op}`: `kind` must be one of {KINDS}; got {kind!r}.")
+    head = np.arange(num_heads)
+    if kind == "linear":
+        return -(8 / max(num_heads, 1)) * (1 - layer_idx / num_layers) * head
+    depth = layer_idx / max(num_layers - 1, 1)
+    return -(2.0 ** (-8 * (head + 1) / max(num_heads, 1))) * (1 - depth + 1e-5)
+
+
+def publish(args: LightningAttentionArgs) -> dict[str, Any]:
+    """Arguments of the public function: decays that a layer's number gives are none of them."""
+    values = args.arrays() | args.statics()
+    return {n: x for n, x in values.items() if n != "g_gamma" or args.layer_idx is None}
 
 
 SPEC = _spec.OpSpec(
@@ -62,12 +97,10 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.lightning_attention:lightning_attention",
     formula="ejkernel.kernels._xla.lightning_attention.formula:lightning_attention",
-    differentiable=frozenset({"query", "key", "value", "initial_state"}),
+    differentiable=frozenset({"query", "key", "value", "g_gamma", "initial_state"}),
     cases=_linear_cases.lightning_attention,
     changes=_linear_cases.lightning_attention_changes,
     config=LightningAttentionConfig,
-    publish=lambda args: {
-        name: value for name, value in (args.arrays() | args.statics()).items() if name != "g_gamma"
-    },
+    publish=publish,
     **linear_recurrence.FAMILY,
 )

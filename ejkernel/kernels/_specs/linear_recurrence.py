@@ -1,6 +1,7 @@
 """`linear_recurrence`: its arguments, their checks and canonical form."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -19,11 +20,15 @@ def default_scale(scale: float | None, args: Any) -> bool:
 
 @_spec.op_args
 class LinearRecurrenceArgs(_spec.OpArgs):
-    """Arguments of `linear_recurrence`; `n` is the batch, or the number of packed sequences."""
+    """Arguments of `linear_recurrence`.
 
-    query: Float[Array, "b t h d"]
-    key: Float[Array, "b t g d"]
-    value: Float[Array, "b t g e"]
+    `n` is the batch, or the number of packed sequences; `h` is the largest of the three numbers of
+    heads `hq`, `hk` and `hv`.
+    """
+
+    query: Float[Array, "b t hq d"]
+    key: Float[Array, "b t hk d"]
+    value: Float[Array, "b t hv e"]
     g: Float[Array, "b t h"] | None = None
     gk: Float[Array, "b t h d"] | None = None
     gv: Float[Array, "b t h e"] | None = None
@@ -45,12 +50,35 @@ class LinearRecurrenceConfig:
     backend: str | None = None
 
 
+def num_heads(args: Any) -> int:
+    """Heads of the states and of the output."""
+    return max(args.query.shape[2], args.key.shape[2], args.value.shape[2])
+
+
+def _check_heads(call: dict[str, Any]) -> None:
+    """Queries, keys and values may share heads; gates and states have the largest number."""
+    counts = {name: call[name].shape[2] for name in ("query", "key", "value")}
+    heads = max(counts.values())
+    for name, count in counts.items():
+        if count == 0 or heads % count:
+            raise ValueError(
+                f"`linear_recurrence`: the {count} heads of `{name}` must divide {heads}, the most "
+                f"that `query`, `key` and `value` have; got {counts}."
+            )
+    axes = {"g": 2, "gk": 2, "gv": 2, "g_gamma": 0, "initial_state": 1}
+    for name, axis in axes.items():
+        if call[name] is not None and call[name].shape[axis] != heads:
+            raise ValueError(
+                f"`linear_recurrence`: `{name}` must have {heads} heads, the most that `query`, "
+                f"`key` and `value` have; got {call[name].shape}."
+            )
+
+
 def common(op: str, call: dict[str, Any]) -> dict[str, Any]:
     """The checked arguments that all linear ops have."""
     query, key, value = (jnp.asarray(call[name]) for name in ("query", "key", "value"))
     _common.check_floats(op, query=query, key=key, value=value)
-    batch, _, heads, d = query.shape
-    _common.check_heads(op, heads, key.shape[2])
+    batch, _, _, d = query.shape
     cu_seqlens, state = call["cu_seqlens"], call["initial_state"]
     rows, of = batch, "rows of the batch"
     if cu_seqlens is not None:
@@ -84,6 +112,7 @@ def as_array(value: Any, dtype: Any = None) -> jax.Array | None:
 
 def canonicalize(values: dict[str, Any]) -> LinearRecurrenceArgs:
     """Checks a call and brings it to the one form that kernels see."""
+    _check_heads(values)
     gates = {name: as_array(values[name]) for name in ("g", "gk", "gv", "g_gamma")}
     return LinearRecurrenceArgs(**common("linear_recurrence", values), **gates)
 
@@ -102,12 +131,13 @@ def examples(args: Any) -> dict[str, jax.Array]:
 
 
 def twin(args: Any, block: int) -> dict[str, int]:
-    """One row, two key heads, two blocks of 64 tokens and the call's own remainder."""
-    t, heads = args.query.shape[1:3]
-    num_kv_heads = args.key.shape[2]
-    groups = min(num_kv_heads, 2)
-    block = max(block, 64)
-    sizes = {"b": 1, "g": groups, "h": groups * (heads // num_kv_heads), "t": 2 * block + t % block}
+    """One row, two groups of heads, two blocks of 64 tokens and the call's own remainder."""
+    t, block = args.query.shape[1], max(block, 64)
+    heads = {"hq": args.query.shape[2], "hk": args.key.shape[2], "hv": args.value.shape[2]}
+    groups = math.gcd(*heads.values())
+    heads |= {"h": num_heads(args), "g": heads["hk"]}
+    sizes = {axis: count // groups * min(groups, 2) for axis, count in heads.items()}
+    sizes |= {"b": 1, "t": 2 * block + t % block}
     # states stand for rows or, packed, for sequences: those keep their number
     return sizes if args.cu_seqlens is not None else sizes | {"n": 1}
 
@@ -140,8 +170,8 @@ FAMILY: dict[str, Any] = {
     "examples": examples,
     "twin": twin,
     "debug": check_values,
-    "shardable": frozenset({"b", "h", "g", "n"}),
-    "aliases": {"g": "h", "n": "b"},
+    "shardable": frozenset({"b", "h", "g", "hq", "hk", "hv", "n"}),
+    "aliases": {"g": "h", "hq": "h", "hk": "h", "hv": "h", "n": "b"},
     "localize": localize,
     "instead": "split the batch or the heads: a recurrence needs all tokens in one place",
 }

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _op_kernel
+from ejkernel.kernels._specs import lightning_attention as spec
 from ejkernel.kernels._specs.lightning_attention import LightningAttentionConfig
 from ejkernel.ops import BwdParams, FwdParams
 
@@ -14,8 +16,9 @@ def lightning_attention(
     key: Float[Array, "b t g d"],
     value: Float[Array, "b t g e"],
     *,
-    layer_idx: int,
-    num_layers: int,
+    layer_idx: int | None = None,
+    num_layers: int | None = None,
+    g_gamma: Float[Array, "h"] | None = None,
     softmax_scale: float | None = None,
     initial_state: Float[Array, "n h d e"] | None = None,
     reverse: bool = False,
@@ -31,8 +34,8 @@ def lightning_attention(
 ) -> Float[Array, "b t h e"] | tuple[Float[Array, "b t h e"], Float[Array, "n h d e"]]:
     """Linear attention with a constant decay, in time and memory linear in the tokens.
 
-    g_gamma[h] = -(8 / heads) * (1 - layer_idx / num_layers) * h
     h[t] = exp(g_gamma) * h[t-1] + outer(k[t], v[t]);  out[t] = h[t].T @ (scale * q[t])
+    g_gamma[h] = -(8 / heads) * (1 - layer_idx / num_layers) * h, unless it is given
 
     Args:
       query: Queries; their heads must be a multiple of the key heads.
@@ -40,6 +43,8 @@ def lightning_attention(
       value: Values; their head size may differ.
       layer_idx: This layer, from 0; decays weaken with depth.
       num_layers: The layers of the model.
+      g_gamma: Log decay of each head at every step, instead of `layer_idx` and `num_layers`;
+        differentiable. `lightning_decay` makes the usual ones.
       softmax_scale: Default: head size ** -0.5.
       initial_state: The state before the first token, of each row or packed sequence.
       reverse: Run from the last token to the first.
@@ -70,3 +75,23 @@ class LightningAttention(_op_kernel.OpKernel):
 
 
 lightning_attn = lightning_attention
+
+
+def lightning_decay(
+    num_heads: int, layer_idx: int, num_layers: int, kind: str = "linear"
+) -> Float[Array, "h"]:
+    """The log decay of each head of a layer, for `g_gamma` of `lightning_attention`.
+
+    linear:      -(8 / num_heads) * (1 - layer_idx / num_layers) * h
+    exponential: -2 ** (-8 * (h + 1) / num_heads) * (1 - layer_idx / (num_layers - 1) + 1e-5)
+
+    Args:
+      num_heads: The heads of the queries.
+      layer_idx: This layer, from 0; decays weaken with depth.
+      num_layers: The layers of the model; a single layer has depth 0 in both formulas.
+      kind: "linear", which `lightning_attention` computes from `layer_idx`, or "exponential", as
+        in MiniMax.
+    """
+    return jnp.asarray(
+        spec.decay("lightning_decay", num_heads, layer_idx, num_layers, kind), jnp.float32
+    )

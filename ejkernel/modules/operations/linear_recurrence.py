@@ -10,9 +10,9 @@ from ejkernel.ops import BwdParams, FwdParams
 
 
 def linear_recurrence(
-    query: Float[Array, "b t h d"],
-    key: Float[Array, "b t g d"],
-    value: Float[Array, "b t g e"],
+    query: Float[Array, "b t hq d"],
+    key: Float[Array, "b t hk d"],
+    value: Float[Array, "b t hv e"],
     *,
     g: Float[Array, "b t h"] | None = None,
     gk: Float[Array, "b t h d"] | None = None,
@@ -37,9 +37,11 @@ def linear_recurrence(
     out[t] = h[t].T @ (scale * q[t])
 
     Gates are logarithms, of any strength; all of them are differentiable, as are the states.
+    Queries, keys and values may each have any number of heads that divides the largest, h; head i
+    of n serves the h // n heads from i * (h // n). Gates, states and output have h.
 
     Args:
-      query: Queries; their heads must be a multiple of the key heads.
+      query: Queries.
       key: Keys.
       value: Values; their head size may differ.
       g: Log gates of the whole state.

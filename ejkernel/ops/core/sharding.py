@@ -166,10 +166,13 @@ def _spec(
 
 
 def _local_size(axis: str, args: AbstractArgs, layout: Layout) -> int:
+    """Elements of an axis here; no array may have it, only axes that are split like it."""
+    sizes: dict[str, int] = {}
     for name, array in args.arrays().items():
-        if axis in layout.arrays[name]:
-            return array.shape[layout.arrays[name].index(axis)]
-    raise AssertionError(axis)
+        for other, size in zip(layout.arrays[name], array.shape, strict=True):
+            if layout.aliases.get(other, other) == axis:
+                sizes[other] = max(size, sizes.get(other, 0))
+    return sizes[axis] if axis in sizes else max(sizes.values())
 
 
 def _check_out_specs(op: str, given: Any, expected: tuple[PartitionSpec, ...]) -> None:

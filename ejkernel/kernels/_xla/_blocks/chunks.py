@@ -39,7 +39,7 @@ class Chunks:
         self.first = jnp.arange(self.count) == before[mine]
         self.last = jnp.arange(self.count) == used[mine] - 1
         # [m * c] token of each place
-        index = (jnp.arange(self.count) - before[mine])[:, None] * size + jnp.arange(size)
+        index = (jnp.arange(self.count) - before[mine])[:, None] * size + jnp.arange(size)[None]
         real = (index < lengths[mine, None]) & (self.sequence < rows)[:, None]
         index = lengths[mine, None] - 1 - index if reverse else index
         self.token = jnp.where(real, starts[mine, None] + index, t).reshape(-1)

@@ -28,7 +28,7 @@ def backward(
     plan, start = fwd.make_plan(args, cfg), fwd.initial(args)
     dlast = cotangents[1].astype(start.dtype) if args.return_state else start * 0
     found, dstart = {}, dlast
-    if plan.chunks.count:
+    if not fwd.nothing_to_do(plan, start):
         x = fwd.operands(args, plan.chunks)
         dout = plan.chunks.cut(cotangents[0].astype(start.dtype))
         names = frozenset(n for n, sources in _SOURCES.items() if sources & wanted)
@@ -66,8 +66,8 @@ def _gradients(
         return carry, jax.tree.map(lambda y: y[None], pick(made))
 
     def pick(made: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        heads = {"k": x.k.shape[2], "v": x.v.shape[2]}
-        return {n: _key_heads(y, heads.get(n)) for n, y in made.items() if n in names}
+        heads = {"q": x.q.shape[2], "k": x.k.shape[2], "v": x.v.shape[2]}
+        return {n: _own_heads(y, heads.get(n)) for n, y in made.items() if n in names}
 
     xs, where = plan.grouped((x, dout)), plan.grouped(plan.where())
     states = _states(plan, start, xs[0], where)
@@ -105,8 +105,8 @@ def _retreat(plan: fwd.Plan, dlast: jax.Array, carry: Any, xs: Any, where: fwd.W
     return chunks.scan(step, carry, parts, reverse=True)
 
 
-def _key_heads(x: jax.Array, heads: int | None) -> jax.Array:
-    """The sum over the query heads of each key head, [.., h, c, x] to [.., g, c, x]."""
+def _own_heads(x: jax.Array, heads: int | None) -> jax.Array:
+    """The sum over the heads that share one of an operand's own, [.., h, c, x] to its heads."""
     if heads is None or heads == x.shape[-3]:
         return x
     return x.reshape(*x.shape[:-3], heads, -1, *x.shape[-2:]).sum(axis=-3)

@@ -16,7 +16,7 @@ from ejkernel.kernels._xla._blocks import chunks
 
 
 class Operands(NamedTuple):
-    """The arrays of chunks; before `prepare`, k and v have their own heads."""
+    """The arrays of chunks; before `prepare`, q, k and v have their own heads."""
 
     q: jax.Array  # [.., h, c, d], scaled
     k: jax.Array  # [.., h, c, d]
@@ -26,16 +26,17 @@ class Operands(NamedTuple):
 
 
 def prepare(x: Operands) -> Operands:
-    """Keys and values of each query head, and the decays that gates make."""
-    k, v = repeat(x)
+    """Queries, keys and values of each head, and the decays that gates make."""
+    x = repeat(x)
     a, b = (None if y is None else chunks.decays(y) for y in (x.a, x.b))
-    return Operands(x.q, k, v, a, b)
+    return x._replace(a=a, b=b)
 
 
-def repeat(x: Operands) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of each query head."""
-    times = x.q.shape[-3] // x.k.shape[-3]
-    return jnp.repeat(x.k, times, axis=-3), jnp.repeat(x.v, times, axis=-3)
+def repeat(x: Operands) -> Operands:
+    """Queries, keys and values of each head; those with fewer serve several."""
+    heads = max(y.shape[-3] for y in x[:3])
+    q, k, v = (jnp.repeat(y, heads // y.shape[-3], axis=-3) for y in x[:3])
+    return x._replace(q=q, k=k, v=v)
 
 
 def totals(x: Operands) -> tuple[jax.Array | None, jax.Array | None]:
@@ -124,7 +125,7 @@ def _pair_gradients(x: Operands, dout: jax.Array, dot: Callable) -> tuple[Any, A
         # a gate is in the decay of each pair around it: sums over s before, then over t from it
         before = np.triu(np.ones(scores.shape[-2:]), 1)
         around = dot("...ts,su->...tu", dscores * scores, jnp.asarray(before, scores.dtype))
-        found["a"] = jnp.where(_lower(scores), around, 0).sum(axis=-2)[..., None]
+        found["a"] = jnp.where(_lower(around.ndim, around.shape[-1]), around, 0).sum(axis=-2)[..., None]
     return found, {"a": ()}
 
 
@@ -191,12 +192,11 @@ def _one_product(x: Operands) -> bool:
 def _pairs(x: Operands) -> jax.Array:
     if x.a is not None:
         return chunks.pairs(x.a)
-    size = x.q.shape[-2]
-    return jnp.asarray(np.tri(size), x.q.dtype)
+    return jnp.asarray(_lower(x.q.ndim, x.q.shape[-2]), x.q.dtype)
 
 
-def _lower(scores: jax.Array) -> np.ndarray:
-    return np.tri(scores.shape[-1], dtype=bool)
+def _lower(rank: int, size: int) -> np.ndarray:
+    return np.tri(size, dtype=bool).reshape(*(1,) * (rank - 2), size, size)
 
 
 # Elements

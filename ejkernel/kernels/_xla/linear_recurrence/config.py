@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.ops.core.kernel import FORWARD
 
 
@@ -56,8 +57,8 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
 
 def memory(args: Any, direction: str, cfg: Config) -> int:
     """Bytes of the states between chunks and of the pairs of the chunks at once."""
-    batch, t, heads, d = args.query.shape
-    e = args.value.shape[-1]
+    batch, t, _, d = args.query.shape
+    heads, e = num_heads(args), args.value.shape[-1]
     size = chunk_size(args, cfg)
     if cfg.recurrent:
         inside = 0 if direction == FORWARD else size * d * e

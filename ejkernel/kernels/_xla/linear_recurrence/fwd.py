@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.kernels._xla._blocks import chunks, loops
 from ejkernel.kernels._xla._blocks.pairs import precision, wide
 from ejkernel.kernels._xla.linear_recurrence import chunk, config, recurrent
@@ -55,8 +56,9 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
 def outputs(args: Any, cfg: config.Config, wrap: Callable) -> tuple[jax.Array, ...]:
     """The outputs; `wrap` may change the function that computes a group of chunks."""
     plan, start = make_plan(args, cfg), initial(args)
-    if not plan.chunks.count:
-        out = jnp.zeros((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype)
+    if nothing_to_do(plan, start):
+        heads, e = start.shape[1], start.shape[3]
+        out = jnp.zeros((*args.query.shape[:2], heads, e), args.query.dtype)
         return (out, start) if args.return_state else (out,)
 
     def group(carry: Any, xs: Any) -> Any:
@@ -71,6 +73,11 @@ def outputs(args: Any, cfg: config.Config, wrap: Callable) -> tuple[jax.Array, .
     carry, out = chunks.scan(wrap(group), first_carry(plan, start), xs)
     out = plan.chunks.join(plan.ungrouped(out)).astype(args.query.dtype)
     return (out, last_states(plan, carry)) if args.return_state else (out,)
+
+
+def nothing_to_do(plan: Plan, start: jax.Array) -> bool:
+    """True without a token of a sequence, or where states are empty: outputs are then zeros."""
+    return not plan.chunks.count or not start.size
 
 
 def make_plan(args: Any, cfg: config.Config) -> Plan:
@@ -88,7 +95,7 @@ def operands(args: Any, cut: chunks.Chunks) -> chunk.Operands:
     if args.g is not None:
         rows = args.g.astype(dtype)[..., None]
     if args.g_gamma is not None:
-        gamma = jnp.broadcast_to(args.g_gamma.astype(dtype)[:, None], (*q.shape[:3], 1))
+        gamma = jnp.broadcast_to(args.g_gamma.astype(dtype)[None, None, :, None], (*q.shape[:2], num_heads(args), 1))
         rows = gamma if rows is None else rows + gamma
     if args.gk is not None:
         rows = args.gk.astype(dtype) + (0 if rows is None else rows)
@@ -99,12 +106,12 @@ def operands(args: Any, cut: chunks.Chunks) -> chunk.Operands:
 
 def initial(args: Any) -> jax.Array:
     """The states before the first token, [n, h, d, e]."""
-    batch, _, heads, d = args.query.shape
+    batch, _, _, d = args.query.shape
     rows = batch if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     dtype = wide(args.query.dtype)
     if args.initial_state is not None:
         return loops.vary_like(args.initial_state.astype(dtype), args.query)
-    zeros = jnp.zeros((rows, heads, d, args.value.shape[-1]), dtype)
+    zeros = jnp.zeros((rows, num_heads(args), d, args.value.shape[-1]), dtype)
     return loops.vary_like(zeros, args.query)
 
 

@@ -54,8 +54,7 @@ def gradients(
 
 def _tokens(x: Operands) -> Operands:
     """[b, h, c, x] as [c, b, h, x]."""
-    k, v = repeat(x)
-    return jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), x._replace(k=k, v=v))
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), repeat(x))
 
 
 def _chunk(x: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def native_sparse_attention(args: Any) -> tuple[jax.Array]:
     ]
     kc, vc = x.means()
     # what nobody may see must not reach a derivative as 0 * nan
-    inside = (jnp.asarray(x.table.tokens.own) >= 0)[:, None]
+    inside = (jnp.asarray(x.table.tokens.own) >= 0)[None, :, None]
     k, v = jnp.where(inside, x.k, 0), jnp.where(inside, x.v, 0)
     twins = jax.vmap(lambda rows: select.twins(x.table, rows))(jax.lax.stop_gradient(kc))
 
@@ -55,7 +55,7 @@ def native_sparse_attention(args: Any) -> tuple[jax.Array]:
         position = (i * size + jnp.arange(size, dtype=jnp.int32))[:, None]
         key = jnp.arange(x.t, dtype=jnp.int32)[None]
         own = jnp.asarray(x.table.tokens.own)
-        causal = (key <= position) & (own >= here.first[:, None]) & (here.own >= 0)[:, None]
+        causal = (key <= position) & (own[None] >= here.first[:, None]) & (here.own >= 0)[:, None]
         if have.selected:
             importance = jax.lax.stop_gradient(weights.sum(axis=1))[:, twins[m]]
             blocks = fwd.choose(x, importance, here, more)

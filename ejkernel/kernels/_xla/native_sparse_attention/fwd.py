@@ -100,7 +100,7 @@ class Operands:
     def visible(self, tokens: jax.Array, j: Any) -> jax.Array:
         """Which keys [c, 1, size] of block j tokens may see."""
         position = self.starts[j] + jnp.arange(self.size, dtype=jnp.int32)
-        return position <= tokens[:, None, None]
+        return position[None, None] <= tokens[:, None, None]
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[jax.Array, ...]]:
@@ -161,7 +161,7 @@ def compressed_weights(x: Operands, q: jax.Array, kc: jax.Array, seen: jax.Array
 
 def completed(tokens: table.Tokens, n: int) -> jax.Array:
     """The blocks [t, n] that tokens see compressed."""
-    block = jnp.arange(n, dtype=jnp.int32)
+    block = jnp.arange(n, dtype=jnp.int32)[None]
     return (block >= tokens.first[:, None]) & (block < tokens.stop[:, None])
 
 

@@ -23,7 +23,7 @@ def twins(table: Table, kc: jax.Array) -> jax.Array:
     same = (kc[:, None] == kc[None]).all(axis=-1)
     same = same & (of_sequence[:, None] == of_sequence[None])
     index = jnp.arange(n, dtype=jnp.int32)
-    return jnp.minimum(jnp.where(same, index, n).min(axis=-1), index)
+    return jnp.minimum(jnp.where(same, index[None], n).min(axis=-1), index)
 
 
 def best(importance: jax.Array, tokens: Tokens, count: Any) -> jax.Array:
@@ -62,7 +62,7 @@ def listed(indices: jax.Array, tokens: Tokens, count: Any, num_blocks: int) -> j
     last = (tokens.own - tokens.first)[:, None]
     used = (indices >= 0) & (indices <= last) & (tokens.own >= 0)[:, None]
     if count is not None:
-        used = used & (jnp.arange(k, dtype=jnp.int32) < count[:, None])
+        used = used & (jnp.arange(k, dtype=jnp.int32)[None] < count[:, None])
     block = jnp.where(used, tokens.first[:, None] + indices, num_blocks)
     row = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[:, None], block.shape)
     mask = loops.vary_like(jnp.zeros((t, num_blocks), bool), indices)
@@ -74,12 +74,12 @@ def pack(mask: jax.Array) -> jax.Array:
     t, n = mask.shape
     words = -(-n // _WORD)
     bits = jnp.pad(mask, ((0, 0), (0, words * _WORD - n))).reshape(t, words, _WORD)
-    values = bits.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32)
+    values = bits.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
     return values.sum(axis=-1, dtype=jnp.uint32).astype(jnp.float32)
 
 
 def unpack(words: jax.Array, num_blocks: int) -> jax.Array:
     """[t, words] float32 -> [t, n] bool."""
     values = words.astype(jnp.uint32)[..., None]
-    bits = (values >> jnp.arange(_WORD, dtype=jnp.uint32)) & jnp.uint32(1)
+    bits = (values >> jnp.arange(_WORD, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
     return bits.reshape(words.shape[0], -1)[:, :num_blocks] > 0

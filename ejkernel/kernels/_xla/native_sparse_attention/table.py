@@ -73,7 +73,7 @@ def padded(tokens: Tokens, size: int) -> Tokens:
 def means(args: Any, table: Table, x: jax.Array) -> jax.Array:
     """[m, t, d] -> [m, n, d]: means of blocks, each summed in the same order."""
     size = block_size(args)
-    inside = np.arange(size, dtype=np.int32)
+    inside = np.arange(size, dtype=np.int32)[None]
     token = jnp.clip(table.start[:, None] + inside, 0, x.shape[1] - 1)
     real = jnp.asarray(inside < table.count[:, None])[None, :, :, None]
     total = jnp.where(real, x[:, token], 0).sum(axis=2)

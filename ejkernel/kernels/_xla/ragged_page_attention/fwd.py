@@ -71,7 +71,7 @@ class _Cuts(NamedTuple):
         real = owner < self.ends.shape[0]
         owner = jnp.minimum(owner, self.ends.shape[0] - 1)
         before = self.ends[owner] - -(-self.counts[owner] // size)
-        place = ((index - before) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
+        place = ((index - before) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         real = real[:, None] & (place < self.counts[owner][:, None])
         token = jnp.where(real, self.starts[owner][:, None] + place, tokens)
         position = (self.context - self.counts)[owner][:, None] + place

@@ -114,7 +114,8 @@ def seen_inputs(args: Any, block: Block) -> jax.Array:
     x = steps(args.inputs, block).astype(wide(args.inputs.dtype))
     if args.lengths is None:
         return x
-    seen = block.start + jnp.arange(block.size, dtype=jnp.int32) < args.lengths[:, None]
+    step = block.start + jnp.arange(block.size, dtype=jnp.int32)
+    seen = step[None] < args.lengths[:, None]
     return jnp.where(seen[..., None], x, 0)
 
 
@@ -126,7 +127,7 @@ def _project(args: Any, block: Block) -> jax.Array:
 
 
 def _bias(bias: jax.Array | None, dtype: Any) -> Callable[[int], Any]:
-    return (lambda p: 0) if bias is None else (lambda p: bias[p].astype(dtype))
+    return (lambda p: 0) if bias is None else (lambda p: bias[p].astype(dtype)[None])
 
 
 def by_direction(args: Any, states: list[jax.Array]) -> list[cells.State]:
