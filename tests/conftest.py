@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+from tests.backend import BACKEND
+
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -13,7 +15,7 @@ _ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".cache" / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
 }
-if not os.environ.get("EJKERNEL_TEST_GPU"):
+if BACKEND == "cpu":
     _ENVIRONMENT["JAX_PLATFORMS"] = "cpu"
     _ENVIRONMENT["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ.update(_ENVIRONMENT)
@@ -39,10 +41,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if item.get_closest_marker("tpu") and jax.default_backend() != "tpu":
-            item.add_marker(pytest.mark.skip(reason="needs a TPU"))
+        for backend, name in (("gpu", "an NVIDIA GPU"), ("tpu", "a TPU")):
+            if item.get_closest_marker(backend) and BACKEND != backend:
+                item.add_marker(pytest.mark.skip(reason=f"needs {name}"))
+        # tests of one op share what they compile: one process runs them all
+        item.add_marker(pytest.mark.xdist_group(budget.group_of(item)))
+    # a long group that starts last keeps one process busy while the others wait
+    items.sort(key=lambda item: -budget.limit_of(budget.part_of(item.nodeid)))
 
 
 # Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
@@ -55,15 +60,22 @@ _QUICK = (
 @pytest.fixture(autouse=True)
 def quick_compilation(request):
     name = request.node.nodeid
-    quick = name.startswith(_QUICK) and "memory" not in name and jax.default_backend() == "cpu"
+    quick = name.startswith(_QUICK) and "memory" not in name and BACKEND == "cpu"
     if quick and not request.config.getoption("--optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    report.cpu_seconds = budget.cpu_seconds_since_last_time()
+    return report
+
+
 def pytest_runtest_logreport(report):
-    budget.add(report.nodeid, report.duration)
+    budget.add(report.nodeid, report.cpu_seconds)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -74,5 +86,5 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     # the budget is one of CPUs
-    if exitstatus == 0 and jax.default_backend() == "cpu" and budget.broken():
+    if exitstatus == 0 and BACKEND == "cpu" and budget.broken():
         session.exitstatus = 1

@@ -14,6 +14,8 @@ from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._oracle import Answer, Problem
 from ejkernel.kernels._spec import Case, OpSpec
 from ejkernel.ops.core.kernel import BACKWARD
+from tests.backend import BACKEND
+from tests.kernels import oracles
 
 # The matrix compiles much and runs little.
 QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
@@ -26,9 +28,13 @@ def find_case(op: str, name: str) -> Case:
 @functools.cache
 def problem(op: str, name: str, dtype: str, seed: int = 11) -> Problem:
     spec, case = kernel_registry.spec(op), find_case(op, name)
-    with jax.numpy_rank_promotion("raise"):
-        args = spec.make(case, jnp.dtype(dtype), jax.random.key(seed))
-        return solve(spec, args, case.grads)
+
+    def make() -> Problem:
+        with jax.numpy_rank_promotion("raise"):
+            args = spec.make(case, jnp.dtype(dtype), jax.random.key(seed))
+            return solve(spec, args, case.grads)
+
+    return oracles.remember((op, name, dtype, seed), make)
 
 
 def solve(spec: OpSpec, args: Any, grads: tuple[str, ...] | None = None) -> Problem:
@@ -102,13 +108,13 @@ def pooled(draws: Sequence[tuple[Answer, Problem]]) -> tuple[Answer, Problem]:
 
 def interpreted(entry: Any) -> bool:
     """Whether an entry runs here in an interpreter, which is slow."""
-    here = ("any", jax.default_backend())
+    here = ("any", BACKEND)
     return entry.backend not in here and entry.platform in ("triton", "pallas")
 
 
 def marks(entry: Any, quick: bool = True) -> list[Any]:
     """The device that an entry needs; what is not quick is left out where it is interpreted."""
-    if entry.backend in ("any", jax.default_backend()):
+    if entry.backend in ("any", BACKEND):
         return []
     if interpreted(entry):
         return [] if quick else [pytest.mark.slow]

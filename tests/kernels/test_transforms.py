@@ -10,12 +10,13 @@ import pytest
 from ejkernel import _settings
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import flash_attention
+from tests.backend import BACKEND
 
 OP = "flash_attention"
 SPEC = kernel_registry.spec(OP)
 # cuDNN has few options and no float32: test_cudnn.py
 PLATFORMS = sorted({str(entry.platform) for entry in kernel_registry.list(OP)} - {"cudnn"})
-ON_CPU = jax.default_backend() == "cpu"
+ON_CPU = BACKEND == "cpu"
 OPTIONS = {"causal": True, "sliding_window": 6, "logits_soft_cap": 4.0}
 
 every = pytest.mark.parametrize("platform", PLATFORMS)

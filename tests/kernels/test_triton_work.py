@@ -10,11 +10,10 @@ from triton.runtime import interpreter
 
 from ejkernel import _settings
 from ejkernel.kernels import kernel_registry
+from tests.backend import BACKEND
 from tests.kernels import harness
 
-pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu", reason="counts in the interpreter, on a CPU"
-)
+pytestmark = pytest.mark.skipif(BACKEND != "cpu", reason="counts in the interpreter, on a CPU")
 SPEC = kernel_registry.spec("flash_attention")
 ENTRY = harness.find_entry("flash_attention", "triton/gpu")
 
