@@ -398,7 +398,7 @@ def test_the_guess_comes_first_wherever_it_stands_in_the_space():
 
 def test_the_nearest_shipped_row_is_measured_first(monkeypatch):
     near = Stored("run/any", 1, Config("third"))
-    monkeypatch.setattr(table, "near", lambda inv, able: near)
+    monkeypatch.setattr(table, "guess", lambda inv, able: near)
     chain = Notes()
     inv = Executor(chain).invocation(Double("good", "fine", "third"), X)
     made = chain._get_tuner().candidates(inv, inv.kernel.implementations(inv))
@@ -737,14 +737,16 @@ def test_a_tuning_that_was_cut_short_goes_on(tmp_path):
     assert sorted(record.times_ms.values())[-1] == 77.0
 
 
-def test_a_tuning_that_was_cut_short_is_not_used_under_heuristics(tmp_path):
+def test_the_best_of_a_tuning_that_was_cut_short_is_used_where_it_cannot_go_on(tmp_path):
     kernel = Double("good", "fine")
     cut_short(PersistentCache(tmp_path), kernel, ("fine", 0.1))
     chain = Notes(persistent=PersistentCache(tmp_path))
     with policy_override(autotune=False):
         Executor(chain)(kernel, X)
-    assert (chain.last.source, chain.last.cfg) == ("heuristics", Config("good"))
+    assert (chain.last.source, chain.last.cfg) == ("persistent", Config("fine"))
     assert any("cut short" in said for said in chain.last.trail)
+    Executor(chain)(kernel, X)  # measuring is allowed again
+    assert chain.last.source == "autotune"
 
 
 def test_wrong_numbers_lose_in_a_tuning_that_goes_on(tmp_path):
