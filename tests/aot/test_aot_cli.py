@@ -43,6 +43,10 @@ def run(capsys):
         ),
         (("tune", "flash_attention", "--target", "tpu:v5e"), "--static"),
         (("tune", "flash_attention", "--static", "--target", "cuda:sm_90"), "no static cycles"),
+        (
+            ("tune", "flash_attention", "--static", "--target", "tpu:v5e", "--out", f"{__file__}/x"),
+            f"--out {__file__}/x is no folder",  # said before anything is compiled
+        ),
     ],
 )
 def test_bad_input_is_one_line(run, argv, words):

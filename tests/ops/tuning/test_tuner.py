@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -437,6 +438,26 @@ def test_every_candidate_is_logged_on_request(chain, caplog, monkeypatch, by):
     for way in ("good", "fine", "raises"):
         assert sum(f'"{way}"' in line for line in lines) == 1
     assert any("cannot be compiled" in line for line in lines)
+
+
+class Closed:
+    def isatty(self):
+        raise ValueError("I/O operation on closed file")
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [None, object(), Closed(), Screen()], ids=repr)
+def test_tuning_needs_no_stderr(chain, monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert_allclose(Executor(chain)(Double("good", "fine"), X), 2 * X)
+    assert chain.last.source == "autotune"
+    if isinstance(stream, Screen):
+        assert stream.getvalue().count("tuning double (forward) [") == 3
+        assert stream.getvalue().endswith("\n")
 
 
 # What is measured, where
