@@ -75,8 +75,8 @@ def devices(platform: str | None = None) -> list[Any]:
         asked = jax.config.jax_platforms
         why = " ".join(str(error).split()) or f"none of the platforms {asked!r} has one"
         raise RuntimeError(
-            f"JAX finds no device: {why}. JAX_PLATFORMS is {asked!r}; JAX_PLATFORMS=cpu, or none at "
-            "all, gives the devices that are here."
+            f"JAX finds no device: {why}. JAX_PLATFORMS is {asked!r}; set it to cpu, or leave it "
+            "out to get the devices that are here."
         ) from error
 
 

@@ -44,7 +44,15 @@ def run(capsys):
         (("tune", "flash_attention", "--target", "tpu:v5e"), "--static"),
         (("tune", "flash_attention", "--static", "--target", "cuda:sm_90"), "no static cycles"),
         (
-            ("tune", "flash_attention", "--static", "--target", "tpu:v5e", "--out", f"{__file__}/x"),
+            (
+                "tune",
+                "flash_attention",
+                "--static",
+                "--target",
+                "tpu:v5e",
+                "--out",
+                f"{__file__}/x",
+            ),
             f"--out {__file__}/x is no folder",  # said before anything is compiled
         ),
     ],

@@ -364,7 +364,7 @@ def test_a_part_of_an_argument_is_named_by_the_argument():
             return ({"x": cotangents[0]},)
 
     run = lambda pair: Executor()(OfPairs(name="of pairs"), pair).sum()
-    with pytest.raises(ValueError, match="`of pairs`: .* for `pair` a gradient of its structure"):
+    with pytest.raises(ValueError, match=r"`of pairs`: .* for `pair` a gradient of its structure"):
         jax.jit(jax.grad(run)).lower({"x": A, "y": A})
 
 

@@ -98,7 +98,7 @@ class PersistentCache:
         *,
         op: str = "any",
         device: str = "any",
-        call: dict[str, Any] | None = None,
+        call: Any = None,
     ) -> None:
         """Remembers a configuration, or a `Stored` choice, under a key; `call` is its document."""
         stored = cfg if isinstance(cfg, Stored) else Stored("", 0, cfg)

@@ -249,7 +249,12 @@ class _Search:
         self.trail.append(f"{tier}: {text}")
 
     def found(
-        self, implementation: Implementation, cfg: Any, source: str, times: Any = None, row: str = ""
+        self,
+        implementation: Implementation,
+        cfg: Any,
+        source: str,
+        times: Any = None,
+        row: str = "",
     ) -> Choice:
         return Choice(
             implementation, cfg, source, self.refused, tuple(self.trail), dict(times or {}), row
@@ -308,9 +313,7 @@ class _Search:
             return choice
         if self.outdated is not None:  # better than a guess, where nothing can be measured
             implementation, value = self.outdated
-            return self.found(
-                implementation, value.config, "heuristics", value.times_ms, value.row
-            )
+            return self.found(implementation, value.config, "heuristics", value.times_ms, value.row)
         for implementation in self.able:
             try:
                 cfg = implementation.heuristic(self.inv.call, self.inv.direction)

@@ -284,6 +284,7 @@ class Kernel(Generic[Cfg, Out]):
 
         def backward(args: CallArgs, cfg: Cfg, outputs, residuals, cotangents, wanted):
             positional, kwargs = args.call()
+            assert self.custom_vjp is not None
             given = (positional, cfg, kwargs, cotangents)
             signature = inspect.signature(self.custom_vjp)
             try:
@@ -337,13 +338,13 @@ class Kernel(Generic[Cfg, Out]):
 def _gradients(
     kernel: str, arguments: Mapping[str, Any], grads: Any, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """The gradients that a user's `custom_vjp` returned, by array; checked, argument by argument."""
+    """The gradients that a user's `custom_vjp` returned, by array, each checked."""
     rule = f"`{kernel}`: `custom_vjp` must return "
     if not isinstance(grads, tuple | list) or len(grads) != len(arguments):
         got = f"{len(grads)} of them" if isinstance(grads, tuple | list) else _what(grads)
         raise ValueError(
-            f"{rule}a tuple of gradients of {', '.join(f'`{n}`' for n in arguments)}, with None for "
-            f"an argument that has none; got {got}."
+            f"{rule}a tuple of gradients of {', '.join(f'`{n}`' for n in arguments)}, with None "
+            f"for an argument that has none; got {got}."
         )
     made: list[Any] = []
     for (name, argument), grad in zip(arguments.items(), grads, strict=True):

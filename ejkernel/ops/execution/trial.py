@@ -77,6 +77,10 @@ class Trial:
         reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
         if reason is not None:
             raise Rejected(reason)
+        self.compare(implementation, config)
+
+    def compare(self, implementation: Implementation, config: Any) -> None:
+        """Raises unless a candidate agrees at full size with the first one that was compared."""
         run = self.run(implementation, config)
         benchmark.look()  # the first call compiles
         outputs, tree = jax.tree.flatten(run())

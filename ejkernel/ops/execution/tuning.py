@@ -173,7 +173,7 @@ class Tuner:
         if name in run.times:  # of an earlier run: one of these is what others are compared with
             if not (trial.has_reference or run.clock.over):
                 try:
-                    trial.check(*candidate)
+                    trial.compare(*candidate)  # the oracle has accepted it in that run
                 except benchmark.OverBudget:
                     return
                 except Exception as error:  # noqa: BLE001 - as below; it is out, with the reason

@@ -109,6 +109,15 @@ def test_a_run_cut_short_is_unfinished_and_goes_on_in_the_next_process(clock, tm
     assert chain_of(PersistentCache(tmp_path)).choose(inv).source == "persistent"
 
 
+def test_a_run_that_goes_on_asks_the_oracle_only_about_new_candidates(clock, tmp_path):
+    kernel = Slow(clock, checking=5.0)
+    inv = invocation(kernel)
+    for known in (1, 2, 3):  # the second check ends beyond the budget
+        chain_of(PersistentCache(tmp_path)).choose(inv)
+        (record,) = PersistentCache(tmp_path).records()
+        assert (len(record.times_ms), record.complete) == (known, known == 3)
+
+
 def test_a_candidate_that_failed_is_not_tried_again(clock, tmp_path):
     kernel = Slow(clock, compiling=5.0, fails=("second",))
     inv = invocation(kernel)
@@ -153,7 +162,9 @@ def test_a_slow_oracle_ends_with_the_step_under_way(clock, monkeypatch):
         clock.takes(9.0)
 
     monkeypatch.setattr(_oracle, "_reference", reference)
-    q, k, v = (jax.random.normal(key, (1, 300, 1, 24)) for key in jax.random.split(jax.random.key(0), 3))
+    q, k, v = (
+        jax.random.normal(key, (1, 300, 1, 24)) for key in jax.random.split(jax.random.key(0), 3)
+    )
     chain = chain_of()
     choice = Executor(chain).choose(FlashAttention(), q, k, v)
     assert steps == ["flash_attention"]  # the naive code; the oracle proper was not begun

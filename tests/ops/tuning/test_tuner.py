@@ -450,8 +450,9 @@ class Screen(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("stream", [None, object(), Closed(), Screen()], ids=repr)
-def test_tuning_needs_no_stderr(chain, monkeypatch, stream):
+@pytest.mark.parametrize("kind", [type(None), object, Closed, Screen], ids=lambda x: x.__name__)
+def test_tuning_needs_no_stderr(chain, monkeypatch, kind):
+    stream = kind()
     monkeypatch.setattr(sys, "stderr", stream)
     assert_allclose(Executor(chain)(Double("good", "fine"), X), 2 * X)
     assert chain.last.source == "autotune"
