@@ -143,9 +143,8 @@ def test_a_written_table_is_found_by_a_call(tmp_path, monkeypatch):
             direction=direction,
             wanted=wanted,
         )
-        assert table.known(inv, inv.kernel.implementations(inv)).config == entry.config.Config(
-            **config
-        )
+        found = table.exact(inv, inv.kernel.implementations(inv))
+        assert found.config == entry.config.Config(**config)
     table.rows.cache_clear()
 
 

@@ -430,9 +430,10 @@ def test_a_file_that_cannot_be_read(cache, monkeypatch):
     def refuse(self):
         raise PermissionError(errno.EACCES, "Permission denied")
 
+    tuning(cache)(Double(), X)
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "read_bytes", refuse)
-        check_one_warning(cache)
+        check_one_warning(PersistentCache(cache.path))
 
 
 @pytest.mark.timeout(20)  # to read a pipe is to wait for ever
