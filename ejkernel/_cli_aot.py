@@ -3,12 +3,11 @@
 import argparse
 import json
 import pathlib
-import sys
 from typing import Any
 
-from ejkernel import _cli_call
+from ejkernel import _cli_call, _folders
 from ejkernel._cli_call import UsageError
-from ejkernel._cli_text import say, table
+from ejkernel._cli_text import say, table, tell
 
 
 def add_commands(commands: Any) -> None:
@@ -49,8 +48,7 @@ def _compile(arguments: argparse.Namespace, configs: str, entries: list[str] | N
         raise _cli_call.UsageError(f"--timeout must be positive; got {arguments.timeout}")
 
     def progress(target: str, text: str) -> None:
-        sys.stderr.write(f"{target}: {text}\n")
-        sys.stderr.flush()
+        tell(f"{target}: {text}")
 
     return aot.compile(
         arguments.op,
@@ -89,6 +87,8 @@ def _tune(arguments: argparse.Namespace) -> int:
         )
     if foreign := [t for t in arguments.target if _targets.parse(t).kind != "tpu"]:
         raise UsageError(f"{foreign[0]} has no static cycles; --static is for tpu:… targets")
+    if arguments.out is not None and not _folders.can_write(pathlib.Path(arguments.out)):
+        raise UsageError(f"--out {arguments.out} is no folder that can be made or written to")
     reports = _compile(arguments, "all", arguments.entry or ["pallas"])
     chosen = _table.choose(reports)
     if arguments.out is not None:

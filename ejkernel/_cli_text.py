@@ -7,12 +7,25 @@ from typing import Any
 
 
 def say(text: str = "") -> None:
-    sys.stdout.write(f"{text}\n")
+    """Writes a line to stdout; to nobody where that is closed, which Python shows as None."""
+    if sys.stdout is not None:
+        sys.stdout.write(f"{text}\n")
+
+
+def tell(text: str, end: str = "\n") -> None:
+    """Writes to stderr, as `say` does to stdout."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}{end}")
+        sys.stderr.flush()
+
+
+def is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
 
 
 def _rich() -> bool:
     """Whether tables are drawn: on a terminal, when the extra `cli` is installed."""
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    return is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:

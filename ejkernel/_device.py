@@ -67,12 +67,25 @@ def describe(device: Any) -> Target:
     )
 
 
+def devices(platform: str | None = None) -> list[Any]:
+    """JAX's devices; where there are none, the error says what was asked of JAX."""
+    try:
+        return jax.devices(platform)
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform has a device
+        asked = jax.config.jax_platforms
+        why = " ".join(str(error).split()) or f"none of the platforms {asked!r} has one"
+        raise RuntimeError(
+            f"JAX finds no device: {why}. JAX_PLATFORMS is {asked!r}; set it to cpu, or leave it "
+            "out to get the devices that are here."
+        ) from error
+
+
 def default_device() -> Any:
     """The device that a call without placement runs on."""
     device = jax.config.jax_default_device
-    if isinstance(device, str):
-        return jax.devices(device)[0]
-    return device if device is not None else jax.devices()[0]
+    if device is None or isinstance(device, str):
+        return devices(device)[0]
+    return device
 
 
 def of_arrays(leaves: list[Any]) -> Target | None:

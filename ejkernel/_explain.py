@@ -1,9 +1,11 @@
 """`explain`: what a call would run, who said so, and why nothing else would run instead."""
 
+import contextlib
 import copy
 import dataclasses
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -14,12 +16,12 @@ import numpy as np
 from ejkernel.errors import SelectionError, UnsupportedError
 from ejkernel.kernels import _op_kernel
 from ejkernel.kernels._registry import KernelEntry, Platform, kernel_registry
-from ejkernel.ops.config import policy as policies
-from ejkernel.ops.config import selection
 from ejkernel.ops.config.cache import ConfigCache, Stored
+from ejkernel.ops.config.policy import policy_override
 from ejkernel.ops.config.selection import Choice, ConfigChooser, ConfigSelectorChain
 from ejkernel.ops.core.kernel import BACKWARD, Implementation, Invocation, Kernel, Request
 from ejkernel.ops.execution import executor as executors
+from ejkernel.ops.execution.tuning import Result, Tuner
 from ejkernel.ops.utils import serialize
 
 
@@ -31,6 +33,7 @@ class Direction:
     entry: str | None  # None: nothing can run, see `problem`
     config: Any = None
     source: str | None = None  # the tier that decided
+    row: str = ""  # the row of a table or of a near call that it took; "": what is stored of this
     trail: tuple[str, ...] = ()  # what each earlier tier said
     would_measure: bool = False  # a real call tunes before it runs
     times_ms: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -97,15 +100,12 @@ def explain(op: Any, /, *args: Any, **kwargs: Any) -> Explanation:
     args, kwargs = jax.tree.map(lambda leaf: _stand_in(leaf, stands_for), (args, kwargs))
     cfg = kwargs.pop("cfg", None)
     leaves, tree = jax.tree.flatten(kernel.bind(args, kwargs, cfg))
-    chooser = executors.default_executor().chooser
-    probe = _Probe(chooser)
-    with policies.policy_override(autotune=False):
-        program = probe._program(kernel, leaves, tree)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
-        try:
-            jax.eval_shape(program.fn, *(stands_for.get(id(leaf), leaf) for leaf in arrays))
-        except _Found as found:
-            return found.explanation
+    program = _Probe(executors.default_executor().chooser)._program(kernel, leaves, tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+    try:
+        jax.eval_shape(program.fn, *(stands_for.get(id(leaf), leaf) for leaf in arrays))
+    except _Found as found:
+        return found.explanation
     raise AssertionError(f"`explain`: the call of {kernel.name!r} reached no kernel.")
 
 
@@ -192,9 +192,11 @@ class _Probe(executors.Executor):
 
     def __init__(self, chooser: ConfigChooser):
         super().__init__(_without_trace(chooser))
-        # of a real call: `explain` turns measuring off for its own
-        own = getattr(chooser, "policy", None) or policies.AutotunePolicy()
-        self._policy = policies.current(own)
+        self._plan = _Plan()
+        self._quiet = lambda: policy_override(autotune=False)
+        if isinstance(self.chooser, ConfigSelectorChain):  # which says whether it would measure
+            self._plan = self.chooser._tuner = _Plan(self.chooser._get_tuner())
+            self._quiet = contextlib.nullcontext
 
     def _compute(self, inv: Invocation, request: Request, known: dict[str, Any]) -> NoReturn:
         call, kernel = inv.call, inv.kernel
@@ -244,19 +246,21 @@ class _Probe(executors.Executor):
             "input_bytes": sum(map(_bytes, inv.call.arrays().values())) + (cotangents or 0),
             "flops": _flops(inv),
         }
+        plan = self._plan
+        plan.would_measure = False
         try:
-            choice = self.chooser.choose(inv)
+            with self._quiet():
+                choice = self.chooser.choose(inv)
         except (UnsupportedError, ExceptionGroup, SelectionError) as error:
             problem = getattr(error, "message", None) or str(error)
             return None, Direction(entry=None, problem=problem, **facts)
-        measuring, would = _measuring(self.chooser, self._policy, inv, able)
-        trail = [measuring if measuring and t.startswith("autotune:") else t for t in choice.trail]
         return choice, Direction(
             entry=choice.implementation.name,
             config=serialize.describe(choice.cfg),
             source=choice.source,
-            trail=tuple(trail),
-            would_measure=would and choice.source == "heuristics",
+            row=choice.row,
+            trail=choice.trail,
+            would_measure=plan.would_measure,
             times_ms=dict(choice.times_ms),
             able=tuple(i.name for i in able if i.name != choice.implementation.name),
             output_bytes=_output_bytes(inv, choice),
@@ -269,7 +273,8 @@ def _without_trace(chooser: ConfigChooser) -> ConfigChooser:
     if not isinstance(chooser, ConfigSelectorChain):
         return chooser
     shadow = copy.copy(chooser)
-    shadow.cache = ConfigCache()
+    shadow.cache, shadow.failures = ConfigCache(), dict(chooser.failures)
+    shadow._lock = threading.RLock()  # whoever measures now need not be waited for
     for key, value in chooser.cache.items():
         shadow.cache.put(key, value)
     return shadow
@@ -319,21 +324,24 @@ def _failures(chooser: ConfigChooser, inv: Invocation) -> dict[str, str]:
     return found | chooser.failures.get(inv.key, {})
 
 
-def _measuring(
-    chooser: ConfigChooser,
-    policy: policies.Policy,
-    inv: Invocation,
-    able: list[Implementation],
-) -> tuple[str, bool]:
-    """What the tuning tier would say in a real call, and whether it would measure."""
-    if not isinstance(chooser, ConfigSelectorChain):
-        return "", False
-    if (reason := selection._cannot_measure(inv, policy)) is not None:
-        return f"autotune: {reason}", False
-    count = len(chooser._get_tuner().candidates(inv, able))
-    if count < 2:
-        return "autotune: fewer than two candidates", False
-    return f"autotune: a call would measure {count} candidates, at most {policy.budget_s:g} s", True
+class _Plan(Tuner):
+    """Says what a tuner would measure."""
+
+    def __init__(self, tuner: Tuner | None = None):
+        super().__init__()
+        self._tuner = tuner or self
+        self.would_measure = False
+
+    def tune(self, inv: Invocation, implementations: Any, budget_s: float, **more: Any) -> Result:
+        count = len(self._tuner.candidates(inv, implementations))
+        if count < 2:
+            return Result(None, {}, "fewer than two candidates")
+        self.would_measure = True
+        known = more.get("known")
+        rest = "" if known is None else f", {len(known.times_ms)} of which it knows"
+        return Result(
+            None, {}, f"a call would measure {count} candidates{rest}, at most {budget_s:g} s"
+        )
 
 
 # What it costs
@@ -404,6 +412,7 @@ def _direction_lines(title: str, made: Direction) -> list[str]:
     else:
         lines = [f"{title}: {made.entry}, said by {made.source}"]
         lines.append(f"  config: {_config_text(made.config)}")
+        lines += [f"  taken from a {made.row}"] if made.row else []
         lines += [f"  tier {said}" for said in made.trail]
     for name, reason in made.refused.items():
         lines.append(f"  refused {name}: {reason}")

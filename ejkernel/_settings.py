@@ -49,14 +49,16 @@ class Settings:
     autotune_policy: str = _setting(
         "autotune",
         "EJKERNEL_AUTOTUNE_POLICY",
-        _choice("autotune", "heuristics"),
-        "Whether a configuration that is not known yet is measured or guessed.",
+        _choice("autotune", "heuristics", "always"),
+        "Whether a call is measured: autotune, where neither its own nor a near configuration is "
+        "known; heuristics, never; always, wherever its own is not known.",
     )
-    autotune_budget_s: float = _setting(
-        20.0,
+    autotune_budget_s: float | None = _setting(
+        None,
         "EJKERNEL_AUTOTUNE_BUDGET_S",
         _number(float, 0),
-        "Seconds of measuring allowed per key; 0 means heuristics.",
+        "Seconds of tuning allowed per key, compilation included; 0 means heuristics. Default: 8 "
+        "for a forward, 12 for a backward.",
     )
     log_autotune: bool = _setting(
         False, "EJKERNEL_LOG_AUTOTUNE", _flag(), "Log every candidate that is measured."

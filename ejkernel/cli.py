@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 
 from ejkernel import _cli_aot, _cli_call, _folders
 from ejkernel._cli_call import UsageError
+from ejkernel._cli_text import is_terminal
 from ejkernel._cli_text import say as _say
 from ejkernel._cli_text import table as _table
+from ejkernel._cli_text import tell as _tell
 
 # JAX and the rest of the package are imported by the commands that need them: `--help` is quick,
 # and an interrupt during an import ends as quietly as any other.
@@ -37,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _told_briefly():
             code = _run(argv)
-            sys.stdout.flush()  # a closed pipe is met here, not when Python ends
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a closed pipe is met here, not when Python ends
             return code
     except BrokenPipeError:
         _forget_stdout()
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, ValueError, TypeError, NotImplementedError, OSError) as error:
         # also what the library says about wrong arguments, settings and platforms
         text = " ".join(str(error).split()) or type(error).__name__
-        sys.stderr.write(f"ejkernel: error: {text}\n")
+        _tell(f"ejkernel: error: {text}")
         return 2
 
 
@@ -65,7 +68,7 @@ def _told_briefly() -> Iterator[None]:
     from ejkernel.errors import EjkernelWarning
 
     def brief(message: Any, *where: Any, **more: Any) -> None:
-        sys.stderr.write(f"ejkernel: warning: {message}\n")
+        _tell(f"ejkernel: warning: {message}")
 
     with warnings.catch_warnings():
         warnings.showwarning = brief
@@ -147,12 +150,12 @@ def _version(distribution: str) -> str:
 
 
 def _devices() -> list[Any]:
-    import jax
+    from ejkernel import _device
 
     try:
-        return jax.devices()
+        return _device.devices()
     except RuntimeError as error:
-        raise UsageError(f"JAX finds no device: {error}") from None
+        raise UsageError(str(error)) from None
 
 
 def _platforms() -> list[tuple[str, str, str]]:
@@ -180,8 +183,7 @@ def _platforms() -> list[tuple[str, str, str]]:
 def _cache_state() -> list[tuple[str, Any]]:
     cache = _cache()
     records, bad = _survey(cache)
-    nearest = next((p for p in (cache.path, *cache.path.parents) if p.exists()), None)
-    writable = nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    writable = _folders.can_write(cache.path)
     state = [
         ("folder", cache.path),
         ("exists", "yes" if cache.path.is_dir() else "no"),
@@ -269,10 +271,9 @@ def _cache_clear(arguments: argparse.Namespace) -> int:
     cache = _cache()
     records, bad = _survey(cache)
     if not arguments.yes:
-        if not sys.stdin.isatty():
+        if not is_terminal(sys.stdin):
             raise UsageError("`cache clear` removes all records; say so with --yes")
-        sys.stderr.write(f"remove {len(records)} records from {cache.path}? [y/N] ")
-        sys.stderr.flush()
+        _tell(f"remove {len(records)} records from {cache.path}? [y/N] ", end="")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             _say("nothing removed")
             return 1
@@ -293,6 +294,8 @@ def _cache_export(arguments: argparse.Namespace) -> int:
     document = {"owner": OWNER, "schema": fingerprint.SCHEMA, "records": records}
     text = json.dumps(msgspec.to_builtins(document), indent=2, sort_keys=True) + "\n"
     if arguments.file == "-":
+        if sys.stdout is None:
+            raise UsageError("the standard output is closed; name a file to export to")
         sys.stdout.write(text)
     else:
         pathlib.Path(arguments.file).write_text(text)
@@ -302,6 +305,8 @@ def _cache_export(arguments: argparse.Namespace) -> int:
 
 def _cache_import(arguments: argparse.Namespace) -> int:
     standard = arguments.file == "-"
+    if standard and sys.stdin is None:
+        raise UsageError("the standard input is closed; name a file to import")
     data = sys.stdin.buffer.read() if standard else pathlib.Path(arguments.file).read_bytes()
     records = _checked_records(data, "the standard input" if standard else arguments.file)
     cache = _cache()
@@ -323,6 +328,8 @@ def _move_in(cache: Any, staging: str, records: Sequence[Any]) -> int:
         for file in sorted(pathlib.Path(staging).glob("*/*/*/*.json")):
             final = cache.path / file.relative_to(staging)
             _folders.make_private(final.parent)
+            if final.exists() and not final.is_file():  # to read a pipe is to wait
+                raise UsageError(f"{final} is no file; nothing imported")
             undo.append((final, final.read_bytes() if final.exists() else None))
             os.replace(file, final)
     except BaseException:

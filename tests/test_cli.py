@@ -1,5 +1,6 @@
 """The `ejkernel` command, in this process and as a user starts it."""
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -10,9 +11,10 @@ import stat
 import subprocess
 import sys
 
+import jax
 import pytest
 
-from ejkernel import __version__, _cli_call, _settings, cli
+from ejkernel import __version__, _cli_call, _device, _settings, cli
 from ejkernel.errors import EjkernelWarning
 from ejkernel.kernels import kernel_registry
 from ejkernel.ops import PersistentCache
@@ -115,7 +117,7 @@ def test_doctor_sees_a_file_in_place_of_the_folder(run, folder):
 
 
 def test_doctor_without_a_device(run, monkeypatch):
-    def none():
+    def none(platform=None):
         raise RuntimeError("Unable to initialize backend 'x'\nfor a reason")
 
     monkeypatch.setattr("jax.devices", none)
@@ -126,11 +128,69 @@ def test_doctor_without_a_device(run, monkeypatch):
 
 
 def test_explain_without_a_device(refused, monkeypatch):
-    def none():
+    def none(platform=None):
         raise RuntimeError("Unable to initialize backend 'x'\nfor a reason")
 
     monkeypatch.setattr("jax.devices", none)
     assert "no device" in refused(*CALL)
+
+
+def test_a_platform_without_a_device_is_named(refused, monkeypatch):
+    """With JAX_PLATFORMS=cuda and no CUDA, JAX stops with an assertion that has no text."""
+
+    def none(platform=None):
+        raise AssertionError
+
+    monkeypatch.setattr("jax.devices", none)
+    with jax_platforms("cuda"):
+        told = refused(*CALL)
+        with pytest.raises(RuntimeError, match="'cuda'"):
+            _device.default_device()
+    assert "JAX finds no device: none of the platforms 'cuda' has one" in told
+    assert "set it to cpu" in told
+
+
+@contextlib.contextmanager
+def jax_platforms(value):
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", value)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
+# Streams that are closed, which Python shows as None
+
+
+@pytest.mark.parametrize(
+    "argv", [("cache", "path"), ("cache", "clear", "--yes"), ("list", "flash_attention")]
+)
+def test_a_closed_stdout_changes_no_result(monkeypatch, capsys, argv):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_export_to_a_closed_stdout_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(("cache", "export", "-")) == 2
+    assert "standard output is closed; name a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "way_out"), [(("cache", "clear"), "--yes"), (("cache", "import", "-"), "name a file")]
+)
+def test_a_closed_stdin_is_an_error_of_one_line(refused, monkeypatch, argv, way_out):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert way_out in refused(*argv)
+
+
+def test_errors_and_warnings_without_a_stderr(monkeypatch, folder):
+    folder.mkdir()
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(("no such command",)) == 2
+    assert cli.main(("cache", "show")) == 0
 
 
 def test_list_has_every_entry(run):

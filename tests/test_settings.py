@@ -27,7 +27,7 @@ GOOD = {
     "EJKERNEL_DEBUG": ("1", True),
 }
 BAD = [
-    ("EJKERNEL_AUTOTUNE_POLICY", "always"),
+    ("EJKERNEL_AUTOTUNE_POLICY", "sometimes"),
     ("EJKERNEL_AUTOTUNE_BUDGET_S", "-1"),
     ("EJKERNEL_AUTOTUNE_BUDGET_S", "nan"),
     ("EJKERNEL_AUTOTUNE_BUDGET_S", "inf"),

@@ -25,6 +25,7 @@ from ejkernel.ops.core.kernel import (
 )
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import BwdParams, FwdParams
+from ejkernel.ops.execution import benchmark
 from ejkernel.ops.execution.executor import default_executor
 
 # Arguments of every public function besides the op's own.
@@ -199,6 +200,7 @@ class OpKernel(Kernel):
                 _solved.pop(next(iter(_solved)))
             _solved[key] = _oracle.solve(self.spec, args, wanted)
         problem = _solved[key]
+        benchmark.look()  # the oracle may have taken long
 
         @jax.jit
         def run(args: Any, cotangents: Any) -> Any:

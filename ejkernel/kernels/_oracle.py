@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._spec import OpSpec
+from ejkernel.ops.execution import benchmark
 
 _WIDER = {"float32": jnp.float64, "float64": jnp.float64}
 
@@ -40,6 +41,7 @@ def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None)
         for k, o in zip(keys, outputs, strict=True)
     )
     naive = _reference(spec, args, cotangents, wanted, options)
+    benchmark.look()
     wider = _WIDER.get(str(_leading_dtype(args)), jnp.float32)
     with jax.enable_x64(True):
         wide_args, wide_cotangents = _cast((args, cotangents), wider)

@@ -43,6 +43,18 @@ def run(capsys):
         ),
         (("tune", "flash_attention", "--target", "tpu:v5e"), "--static"),
         (("tune", "flash_attention", "--static", "--target", "cuda:sm_90"), "no static cycles"),
+        (
+            (
+                "tune",
+                "flash_attention",
+                "--static",
+                "--target",
+                "tpu:v5e",
+                "--out",
+                f"{__file__}/x",
+            ),
+            f"--out {__file__}/x is no folder",  # said before anything is compiled
+        ),
     ],
 )
 def test_bad_input_is_one_line(run, argv, words):
@@ -131,9 +143,8 @@ def test_a_written_table_is_found_by_a_call(tmp_path, monkeypatch):
             direction=direction,
             wanted=wanted,
         )
-        assert table.known(inv, inv.kernel.implementations(inv)).config == entry.config.Config(
-            **config
-        )
+        found = table.exact(inv, inv.kernel.implementations(inv))
+        assert found.config == entry.config.Config(**config)
     table.rows.cache_clear()
 
 

@@ -327,7 +327,7 @@ def test_unknown_fields_are_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mode": "always"}, "mode"),
+        ({"mode": "sometimes"}, "mode"),
         ({"mode": True}, "mode"),
         ({"budget_s": -1.0}, "budget_s"),
         ({"budget_s": float("nan")}, "budget_s"),
@@ -356,6 +356,39 @@ def test_a_policy_is_filled_in_from_the_environment():
         assert not current(mode="autotune")[0]
         assert current(budget_s=2) == (True, 2.0)
     assert not current()[0]  # the tests' environment
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, (8, 12)), ({"autotune_budget_s": 3}, (3, 3))])
+def test_the_environment_sets_the_budget_of_both_directions(given, seconds):
+    with _settings.override(**given):
+        policy = policies.current(AutotunePolicy())
+    assert (policy.budget("forward"), policy.budget("backward")) == seconds
+
+
+@pytest.mark.parametrize(
+    ("mode", "answer"),
+    [("autotune", (True, False)), ("always", (True, True)), ("heuristics", (False, False))],
+)
+@pytest.mark.parametrize("by", ["environment", "context"])
+def test_a_mode_says_whether_and_where_to_measure(mode, answer, by):
+    if by == "environment":
+        context = _settings.override(autotune_policy=mode)
+    else:
+        context = policy_override(mode=mode)
+    with context:
+        policy = policies.current(AutotunePolicy())
+    assert (policy.measures, policy.always) == answer
+
+
+@pytest.mark.parametrize("value", ["no", "heuristics", 1, []])
+def test_the_short_form_of_a_policy_is_a_bool(value):
+    with (
+        pytest.raises(TypeError, match=r"`policy_override`: `autotune` must be True, False or"),
+        policy_override(autotune=value),
+    ):
+        pytest.fail("entered")
+    with pytest.raises(TypeError, match=r"`ConfigSelectorChain`: `autotune` must be.*'always'"):
+        ConfigSelectorChain(autotune=value)
 
 
 def test_the_environment_decides_for_a_chain_without_a_policy():

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from ejkernel.errors import SelectionError, UnsupportedError
-from ejkernel.ops import Executor, Invocation, Kernel
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel
 
 KEYS = jax.random.split(jax.random.key(5), 4)
 A = jax.random.normal(KEYS[0], (3, 4))
@@ -314,3 +314,89 @@ def test_jit_and_vmap(call):
     assert_allclose(jax.jit(lambda a: call(Product(), a, B))(A), A @ B, rtol=1e-5)
     mapped = jax.vmap(lambda a: call(Product(), a, B, scale=2.0))(batch)
     assert_allclose(mapped, 2 * (batch @ B), rtol=1e-5, atol=1e-6)
+
+
+# Mistakes in a user's kernel
+
+
+def product_with(grads):
+    class Mistaken(Product):
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return grads(cotangents[0])
+
+    return Mistaken()
+
+
+@pytest.mark.parametrize(
+    ("grads", "told"),
+    [
+        (lambda c: c, r"a tuple of gradients of `a`, `b`.*; got an array of shape \(3, 2\)"),
+        (lambda c: (A,), "a tuple of gradients of `a`, `b`.*; got 1 of them"),
+        (lambda c: {"a": A, "b": B}, "a tuple of gradients of `a`, `b`.*; got a dict"),
+        (lambda c: (A, None), "a gradient for `b`, which is differentiated; got None.*zeros"),
+        (lambda c: (A.T, B), r"for `a` a gradient of shape \(3, 4\); got .*\(4, 3\)"),
+        (lambda c: (A, (B,)), r"for `b` a gradient of shape \(4, 2\); got a tuple"),
+        (lambda c: (A, "b"), r"for `b` a gradient of shape \(4, 2\); got a str"),
+    ],
+)
+def test_a_mistake_of_custom_vjp_names_kernel_and_argument(grads, told):
+    kernel = product_with(grads)
+    run = lambda a, b: Executor()(kernel, a, b).sum()
+    with pytest.raises(ValueError, match=f"`product`: `custom_vjp` must return {told}"):
+        jax.jit(jax.grad(run, argnums=(0, 1))).lower(A, B)
+
+
+def test_custom_vjp_may_leave_out_what_nobody_differentiates():
+    kernel = product_with(lambda c: (c @ B.T, None))
+    grad = jax.grad(lambda a: Executor()(kernel, a, B).sum())(A)
+    assert_allclose(grad, jnp.ones((3, 2)) @ B.T, rtol=1e-6)
+
+
+def test_a_part_of_an_argument_is_named_by_the_argument():
+    class OfPairs(Kernel):
+        def run(self, pair, *, cfg):
+            return pair["x"] * pair["y"]
+
+        def heuristic_cfg(self, inv):
+            return Config()
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return ({"x": cotangents[0]},)
+
+    run = lambda pair: Executor()(OfPairs(name="of pairs"), pair).sum()
+    with pytest.raises(ValueError, match=r"`of pairs`: .* for `pair` a gradient of its structure"):
+        jax.jit(jax.grad(run)).lower({"x": A, "y": A})
+
+
+def test_the_parameters_of_custom_vjp_are_told():
+    class TwoOnly(Product):
+        def custom_vjp(self, primals, cotangents):
+            return cotangents
+
+    told = r"`product`: `custom_vjp` must take \(primals, cfg, kwargs, cotangents\); it takes \(pr"
+    with pytest.raises(TypeError, match=told):
+        jax.jit(jax.grad(lambda a: Executor()(TwoOnly(), a, B).sum())).lower(A)
+
+
+def index_error(inv):
+    return [Config()][1]
+
+
+@pytest.mark.parametrize("method", ["config_space", "candidate_cfgs", "heuristic_cfg"])
+def test_a_method_that_raises_is_named_with_its_kernel(method):
+    kernel = type("Raises", (Product,), {method: lambda self, inv: index_error(inv)})()
+    told = r"`product`: `\w+` raised IndexError: list index.*`Raises\.\w+`, or give .*`cfg=`"
+    with pytest.raises(RuntimeError, match=told) as caught:
+        Executor(ConfigSelectorChain(autotune=True)).choose(kernel, A, B)
+    assert isinstance(caught.value.__cause__, IndexError)
+    choice = Executor(ConfigSelectorChain(autotune=True)).choose(kernel, A, B, cfg=Config(2))
+    assert choice.cfg == Config(2)
+
+
+def test_a_config_space_that_is_no_list_is_told():
+    class Nothing(Product):
+        def config_space(self, inv):
+            return None
+
+    with pytest.raises(RuntimeError, match=r"`product`: `config_space` raised.*returned None"):
+        Executor(ConfigSelectorChain(autotune=True)).choose(Nothing(), A, B)

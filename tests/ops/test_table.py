@@ -260,7 +260,7 @@ def test_a_shipped_row_is_found_by_its_call():
     q = jnp.zeros((4, 4096, 16, 128), jnp.bfloat16)
     inv = executor.invocation(FlashAttention(), q, q, q, causal=True, platform="auto")
     on_h200 = dataclasses.replace(inv, target=H200)
-    stored = table.known(on_h200, on_h200.kernel.implementations(on_h200))
+    stored = table.exact(on_h200, on_h200.kernel.implementations(on_h200))
     assert stored.implementation == "cudnn/gpu"
 
 
@@ -292,4 +292,4 @@ def test_a_row_that_cannot_serve_does_not_hide_the_next(monkeypatch):
     assert executor.chooser.choose(inv).implementation.name == "cudnn/gpu"
     monkeypatch.setattr(private, "library", lambda: None)
     able = [i for i in inv.kernel.implementations(inv) if i.name == "triton/gpu"]
-    assert table.known(inv, able).implementation == "triton/gpu"
+    assert table.exact(inv, able).implementation == "triton/gpu"

@@ -430,9 +430,24 @@ def test_a_file_that_cannot_be_read(cache, monkeypatch):
     def refuse(self):
         raise PermissionError(errno.EACCES, "Permission denied")
 
+    tuning(cache)(Double(), X)
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "read_bytes", refuse)
-        check_one_warning(cache)
+        check_one_warning(PersistentCache(cache.path))
+
+
+@pytest.mark.timeout(20)  # to read a pipe is to wait for ever
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_something_else_in_place_of_a_record_is_a_miss_and_stays(cache, make):
+    tuning(cache)(Double(), X)
+    (file,) = cache.path.rglob("*.json")
+    file.unlink()
+    make(file)
+    again = PersistentCache(cache.path)
+    check_one_warning(again)
+    assert file.exists()
+    assert not file.is_file()
+    assert again.clear() == 1  # that of the other call
 
 
 FULL = """

@@ -24,6 +24,8 @@ class Stored:
     complete: bool = True  # False: tuning was cut short and may go on
     # version by name of all that could serve the call then: with others, the choice is outdated
     rivals: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # the row that this was read from, in words, where that is not a record of this very call
+    row: str = dataclasses.field(default="", compare=False)
 
 
 class ConfigCache:

@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import stat
 import sys
 import tempfile
 import warnings
@@ -44,6 +45,18 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rivals: dict[str, int] = {}
     versions: dict[str, str] = {}
     date: str = ""
+    call: dict[str, Any] = {}  # what the key is the hash of, so that near calls find the record
+
+
+class _Array(msgspec.Struct):
+    shape: list[int]
+    dtype: str
+
+
+class _Call(msgspec.Struct):
+    """What the nearness of two calls is computed from."""
+
+    arrays: dict[str, _Array]
 
 
 def default_path() -> pathlib.Path:
@@ -69,6 +82,8 @@ class PersistentCache:
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self._path = None if path is None else pathlib.Path(path).expanduser()
         self._told = False
+        # records that hold their call, by folder and key; read once a process
+        self._rows: dict[pathlib.Path, dict[str, Record]] = {}
 
     @property
     def path(self) -> pathlib.Path:
@@ -76,8 +91,16 @@ class PersistentCache:
 
     # The mapping that a user sees
 
-    def put(self, key: Any, cfg: Any, *, op: str = "any", device: str = "any") -> None:
-        """Remembers a configuration, or a `Stored` choice, under a key."""
+    def put(
+        self,
+        key: Any,
+        cfg: Any,
+        *,
+        op: str = "any",
+        device: str = "any",
+        call: Any = None,
+    ) -> None:
+        """Remembers a configuration, or a `Stored` choice, under a key; `call` is its document."""
         stored = cfg if isinstance(cfg, Stored) else Stored("", 0, cfg)
         try:
             plain = serialize.to_builtins(stored.config)
@@ -99,6 +122,7 @@ class PersistentCache:
             rivals=dict(stored.rivals),
             versions={"jax": jax.__version__},
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            call=call or {},
         )
         self.add(record)
 
@@ -127,35 +151,41 @@ class PersistentCache:
         except (RuntimeError, OSError) as error:  # no home, no folder
             self._tell(f"there is no cache folder: {error}")
             return None
-        try:
-            data = file.read_bytes()
-            if file.stat().st_uid != _uid():
-                return None
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._tell(f"cannot read {file}: {error}")
-            return None
-        return self._parse(file, data, _text(key))
+        return self._load(file, _text(key))
 
     def reject(self, record: Record, reason: str) -> None:
         """Sets aside a record whose configuration does not hold."""
-        self._set_aside(self._file(record.key, record.op, record.device), reason)
+        file = self._file(record.key, record.op, record.device)
+        self._rows.get(file.parent, {}).pop(record.key, None)
+        self._set_aside(file, reason)
 
     def records(self) -> Iterator[Record]:
         """All whole records of this schema."""
         with contextlib.suppress(OSError, RuntimeError):
-            for file in sorted(self._root().glob("*/*/*.json")):
-                with contextlib.suppress(OSError):
-                    if file.stat().st_uid != _uid():
-                        continue
-                    record = self._parse(file, file.read_bytes(), file.stem)
-                    if record is not None:
-                        yield record
+            yield from self._load_all(self._root(), "*/*/*.json")
+
+    def rows(self, *, op: str, device: str) -> list[Record]:
+        """The records of an op on a device that hold their call, in the order of their keys.
+
+        The folder is read once a process; later come only the records that this process adds.
+        """
+        try:
+            found = self._indexed(self._file("any", op, device).parent)
+        except (RuntimeError, OSError):  # `read` has told why there is no folder
+            return []
+        same = (r for _, r in sorted(found.items()) if (r.op, r.device) == (op, device))
+        return list(same)
+
+    def _indexed(self, folder: pathlib.Path) -> dict[str, Record]:
+        if folder not in self._rows:
+            loaded = self._load_all(folder, "*.json")
+            self._rows[folder] = {record.key: record for record in loaded if record.call}
+        return self._rows[folder]
 
     def clear(self) -> int:
         """Removes all records of this schema, and what was set aside; how many there were."""
         removed = 0
+        self._rows.clear()
         for record in list(self.records()):
             with contextlib.suppress(OSError):
                 self._file(record.key, record.op, record.device).unlink()
@@ -173,6 +203,8 @@ class PersistentCache:
             file = self._file(record.key, record.op, record.device)
         except (RuntimeError, OSError) as error:
             return self._tell(f"there is no cache folder: {error}; configurations stay in memory")
+        if record.call:
+            self._indexed(file.parent)[record.key] = record
         if not _is_foreign(file):
             # not msgspec's own JSON, which has no infinite numbers
             self._write(file, json.dumps(msgspec.to_builtins(record)).encode())
@@ -185,6 +217,22 @@ class PersistentCache:
     def _file(self, key: str, op: str, device: str) -> pathlib.Path:
         return self._root() / _slug(device) / _slug(op) / f"{_text(key)}.json"
 
+    def _load(self, file: pathlib.Path, key: str) -> Record | None:
+        """The record in a file; None where there is none, or only somebody else's."""
+        try:
+            data = _own_bytes(file)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._tell(f"cannot read {file}: {error}")
+            return None
+        return None if data is None else self._parse(file, data, key)
+
+    def _load_all(self, folder: pathlib.Path, pattern: str) -> Iterator[Record]:
+        for file in sorted(folder.glob(pattern)):
+            if (record := self._load(file, file.stem)) is not None:
+                yield record
+
     def _parse(self, file: pathlib.Path, data: bytes, key: str) -> Record | None:
         try:
             document = json.loads(data)
@@ -195,6 +243,10 @@ class PersistentCache:
                 raise ValueError(f"it holds the key {record.key[:12]}…")
             if wrong := [ms for ms in record.times_ms.values() if not 0 <= ms < math.inf]:
                 raise ValueError(f"it holds a time of {wrong[0]} ms")
+            if record.call:
+                msgspec.convert(record.call, _Call)
+                if fingerprint.key(record.call) != key:
+                    raise ValueError("its call is not that of its key")
         except (ValueError, TypeError, RecursionError) as error:
             self._set_aside(file, str(error))
             return None
@@ -245,13 +297,26 @@ def _foreign(document: Any) -> bool:
 
 
 def _is_foreign(file: pathlib.Path) -> bool:
-    """Whether a file is another user's, owner's or schema's."""
+    """Whether a file is another user's, owner's or schema's, or no file at all."""
     try:
-        if file.stat().st_uid != _uid():
-            return True
-        return _foreign(json.loads(file.read_bytes()))
+        data = _own_bytes(file)
+        return data is None or _foreign(json.loads(data))
+    except NoFileError:
+        return True
     except (OSError, ValueError, RecursionError):
         return False
+
+
+class NoFileError(OSError):
+    """Something else has the name of a file: a pipe, a socket, a device, a folder."""
+
+
+def _own_bytes(file: pathlib.Path) -> bytes | None:
+    """The content of a file of this user, else None; never waits for a writer of a pipe."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise NoFileError("it is no regular file")
+    return file.read_bytes() if found.st_uid == _uid() else None
 
 
 def _text(key: Any) -> str:

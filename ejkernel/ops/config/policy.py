@@ -5,16 +5,21 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from ejkernel import _contexts, _settings
+import numpy as np
 
-_MODES = ("autotune", "heuristics")
+from ejkernel import _contexts, _settings
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD
+
+_MODES = ("autotune", "heuristics", "always")
+_BUDGET_S = {FORWARD: 8.0, BACKWARD: 12.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class AutotunePolicy:
     """`mode` "autotune" measures within `budget_s` seconds a key; "heuristics" never measures.
 
-    None takes the value of the environment. `allow_in_trace=False` measures only ahead of time, by
+    "autotune" measures nothing where the configuration of a near call is known; "always" does. None
+    takes the value of the environment. `allow_in_trace=False` measures only ahead of time, by
     `autotune_recorded`, never while a function is traced or called.
     """
 
@@ -37,7 +42,8 @@ class AutotunePolicy:
         settings = _settings.current()
         budget = settings.autotune_budget_s if self.budget_s is None else self.budget_s
         mode = settings.autotune_policy if self.mode is None else self.mode
-        return Policy(budget > 0 and mode == "autotune", budget, self.allow_in_trace)
+        measures = mode != "heuristics" and budget != 0
+        return Policy(measures, mode == "always", budget, self.allow_in_trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +51,23 @@ class Policy:
     """A policy with nothing left open."""
 
     measures: bool
-    budget_s: float
+    always: bool  # also where the configuration of a near call is known
+    budget_s: float | None  # None: what suits the direction
     allow_in_trace: bool
+
+    def budget(self, direction: str) -> float:
+        """Seconds that tuning one direction of a call may take."""
+        return _BUDGET_S[direction] if self.budget_s is None else self.budget_s
+
+
+def mode_of(caller: str, autotune: Any) -> str:
+    """The mode that the short form `autotune=True` or `autotune=False` stands for."""
+    if not isinstance(autotune, bool | np.bool_):
+        raise TypeError(
+            f"`{caller}`: `autotune` must be True, False or None; got {autotune!r}. Other policies "
+            f"are values of `mode`: {', '.join(map(repr, _MODES))}."
+        )
+    return "autotune" if autotune else "heuristics"
 
 
 def current(own: AutotunePolicy) -> Policy:
@@ -75,7 +96,7 @@ def policy_override(
         if base is not None:
             changes = {f.name: getattr(base, f.name) for f in dataclasses.fields(AutotunePolicy)}
     if autotune is not None:
-        fields["mode"] = "autotune" if autotune else "heuristics"
+        fields["mode"] = mode_of("policy_override", autotune)
     changes |= fields
     made = AutotunePolicy(**changes)  # checks names and values
     with _contexts.policy(tuple(sorted(changes.items()))):

@@ -30,6 +30,7 @@ class Choice:
     refused: dict[str, str]  # implementation name -> why it cannot serve the call
     trail: tuple[str, ...] = ()  # what each earlier tier said
     times_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    row: str = ""  # which row of a table or of a near call said so; "": what is stored of this call
 
 
 class ConfigChooser(abc.ABC):
@@ -70,11 +71,14 @@ class ConfigSelectorChain(ConfigChooser):
     ):
         if autotune is not None and policy is not None:
             raise ValueError("`ConfigSelectorChain`: give `autotune` or `policy`, not both.")
-        mode = None if autotune is None else ("autotune" if autotune else "heuristics")
+        mode = None
+        if autotune is not None:
+            mode = policies.mode_of("ConfigSelectorChain", autotune)
         self.cache = cache if cache is not None else ConfigCache()
         self.persistent = persistent
         self.policy = policy or policies.AutotunePolicy(mode=mode)
         self.failures: dict[str, dict[str, str]] = {}  # key -> candidate -> why it lost its place
+        self._in_vain: dict[str, str] = {}  # key -> why tuning it gave nothing in this process
         self._tuner = tuner
         self._lock = threading.RLock()
 
@@ -91,11 +95,15 @@ class ConfigSelectorChain(ConfigChooser):
         if inv.override is not None:
             return search.configured(inv.override, "override")
         search.say("override", "none given")
+        policy = policies.current(self.policy)
         choice = (
             search.stored(caches.overlaid(inv.key), "overlay")
             or search.stored(self.cache.get(inv.key), "memory")
-            or self._from_disk(search)
-            or self._measured(search)
+            or self._of_this_call(search)
+            or self._of_a_near_call(search, wanted=not policy.always and search.cut_short is None)
+            or self._measured(search, policy)
+            or search.stored_so_far()
+            or self._of_a_near_call(search, wanted=policy.always)
             or search.heuristic()
         )
         if choice is not None:
@@ -109,23 +117,35 @@ class ConfigSelectorChain(ConfigChooser):
         """Measures a call now, whatever the policy says, and remembers the result."""
         able, refused = sort_out(inv)
         search = _Search(inv, able, refused)
-        budget = policies.current(self.policy).budget_s if budget_s is None else budget_s
+        default = policies.current(self.policy).budget(inv.direction)
+        budget = default if budget_s is None else budget_s
         choice = self._tune(search, budget, again=True) or search.heuristic()
         if choice is None:
             raise SelectionError(f"`{inv.kernel.name}`: {'; '.join(search.trail)}.")
         return choice
 
-    def _from_disk(self, search: "_Search") -> Choice | None:
+    def _of_this_call(self, search: "_Search") -> Choice | None:
+        """What a file or the shipped table has of this very call."""
         inv = search.inv
         stored = self._read(inv)
-        if stored is not None and stored.complete:
-            choice = search.stored(stored, "persistent")
-            if choice is not None:
-                self.cache.put(inv.key, stored)
-                return choice
-        else:
-            search.say("persistent", "nothing stored" if stored is None else "tuning was cut short")
-        return search.stored(table.known(inv, search.able), "persistent", "shipped table")
+        if stored is not None and not stored.complete:
+            search.say("persistent", "tuning was cut short, and goes on")
+            search.cut_short = stored if search.current(stored) else None
+        elif (choice := search.stored(stored, "persistent")) is not None:
+            assert stored is not None
+            self.cache.put(inv.key, stored)
+            return choice
+        return search.stored(table.exact(inv, search.able), "persistent", "shipped table")
+
+    def _of_a_near_call(self, search: "_Search", wanted: bool) -> Choice | None:
+        """What a file or the shipped table has of a near call; never stored for this one."""
+        if not wanted:
+            return None
+        inv, own = search.inv, []
+        if self.persistent is not None:
+            own = self.persistent.rows(op=inv.kernel.name, device=inv.device_fingerprint)
+        near = table.near(inv, search.able, own, search.current)
+        return search.stored(near, "persistent", "near calls")
 
     def _read(self, inv: Invocation) -> Stored | None:
         if self.persistent is None:
@@ -161,12 +181,12 @@ class ConfigSelectorChain(ConfigChooser):
             )
         return None
 
-    def _measured(self, search: "_Search") -> Choice | None:
-        policy = policies.current(self.policy)
-        if (reason := _cannot_measure(search.inv, policy)) is not None:
+    def _measured(self, search: "_Search", policy: policies.Policy) -> Choice | None:
+        inv = search.inv
+        if (reason := _cannot_measure(inv, policy) or self._in_vain.get(inv.key)) is not None:
             search.say("autotune", reason)
             return None
-        return self._tune(search, policy.budget_s)
+        return self._tune(search, policy.budget(inv.direction))
 
     def _tune(self, search: "_Search", budget_s: float, again: bool = False) -> Choice | None:
         inv = search.inv
@@ -176,21 +196,24 @@ class ConfigSelectorChain(ConfigChooser):
         with self._lock:  # one measurement at a time; another thread may have just made this one
             if not again and (choice := search.stored(self.cache.get(inv.key), "memory")):
                 return choice
-            partial = self._read(inv)
-            resumable = partial is not None and not partial.complete and search.current(partial)
-            known = partial if resumable else None
-            whole = partial is not None and partial.complete and search.current(partial)
+            earlier = self._read(inv)
+            if earlier is not None and not search.current(earlier):
+                earlier = None
+            known = earlier if earlier is not None and not earlier.complete else None
+            whole = earlier if earlier is not None and earlier.complete else None
             # a whole result is replaced by another one only, not by the beginning of one
-            save = (lambda stored: None) if whole else self._save_partial(inv)
+            save = (lambda stored: None) if whole is not None else self._save_partial(inv)
             result = self._get_tuner().tune(inv, search.able, budget_s, known=known, save=save)
             self.failures[inv.key] = dict(result.failures)
+            if whole is not None and caches.CUT_SHORT in result.failures.values():
+                if (choice := search.stored(whole, "persistent")) is not None:
+                    self.cache.put(inv.key, whole)
+                    return choice
             if result.stored is None:
                 search.say("autotune", result.reason)
+                if result.failures:  # another trace of this call would fare no better
+                    self._in_vain[inv.key] = result.reason
                 return None
-            if partial is not None and whole and _poorer(result.stored, partial):
-                if (choice := search.stored(partial, "persistent")) is not None:
-                    self.cache.put(inv.key, partial)
-                    return choice
             self.cache.put(inv.key, result.stored)
             self._save(inv, result.stored)
             return search.stored(result.stored, "autotune")
@@ -208,7 +231,7 @@ class ConfigSelectorChain(ConfigChooser):
     def _save(self, inv: Invocation, stored: Stored) -> None:
         if self.persistent is not None:
             where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
-            self.persistent.put(inv.key, stored, **where)
+            self.persistent.put(inv.key, stored, call=inv.document, **where)
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,15 +243,21 @@ class _Search:
     refused: dict[str, str]
     trail: list[str] = dataclasses.field(default_factory=list)
     outdated: tuple[Implementation, Stored] | None = None
+    cut_short: Stored | None = None  # what an unfinished tuning of this call has found so far
 
     def say(self, tier: str, text: str) -> None:
         self.trail.append(f"{tier}: {text}")
 
     def found(
-        self, implementation: Implementation, cfg: Any, source: str, times: Any = None
+        self,
+        implementation: Implementation,
+        cfg: Any,
+        source: str,
+        times: Any = None,
+        row: str = "",
     ) -> Choice:
         return Choice(
-            implementation, cfg, source, self.refused, tuple(self.trail), dict(times or {})
+            implementation, cfg, source, self.refused, tuple(self.trail), dict(times or {}), row
         )
 
     def configured(self, value: Any, tier: str) -> Choice:
@@ -262,12 +291,16 @@ class _Search:
                 self.say(name or tier, problem)
                 return None
             if self.current(value):
-                return self.found(implementation, value.config, tier, value.times_ms)
+                return self.found(implementation, value.config, tier, value.times_ms, value.row)
             self.say(name or tier, f"{value.implementation} was chosen among other versions")
             self.outdated = self.outdated or (implementation, value)
             return None
         self.say(name or tier, f"{value.implementation} v{value.version} cannot serve this call")
         return None
+
+    def stored_so_far(self) -> Choice | None:
+        """The best of an unfinished tuning, where that cannot go on now."""
+        return None if self.cut_short is None else self.stored(self.cut_short, "persistent")
 
     def current(self, value: Stored) -> bool:
         """Whether a choice was made among the implementations that are here now."""
@@ -275,12 +308,12 @@ class _Search:
         return not rivals or all(rivals.get(i.name) == i.version for i in self.able)
 
     def heuristic(self) -> Choice | None:
-        near = table.near(self.inv, self.able) if self.outdated is None else None
-        if near is not None and (choice := self.stored(near, "heuristics", "shipped table")):
+        guess = table.guess(self.inv, self.able) if self.outdated is None else None
+        if guess is not None and (choice := self.stored(guess, "heuristics", "shipped table")):
             return choice
         if self.outdated is not None:  # better than a guess, where nothing can be measured
             implementation, value = self.outdated
-            return self.found(implementation, value.config, "heuristics", value.times_ms)
+            return self.found(implementation, value.config, "heuristics", value.times_ms, value.row)
         for implementation in self.able:
             try:
                 cfg = implementation.heuristic(self.inv.call, self.inv.direction)
@@ -289,12 +322,6 @@ class _Search:
             else:
                 return self.found(implementation, cfg, "heuristics")
         return None
-
-
-def _poorer(new: Stored, old: Stored) -> bool:
-    """Whether a run that its budget cut short knows less than an earlier one."""
-    cut = caches.CUT_SHORT in new.failures.values()
-    return cut and new.times_ms.keys() < old.times_ms.keys()
 
 
 def _cannot_measure(inv: Invocation, policy: policies.Policy) -> str | None:

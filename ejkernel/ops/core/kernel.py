@@ -1,12 +1,15 @@
 """`Kernel`, what the executor runs; `Implementation`, one way to run it; `Invocation`, a call."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel import _device
 from ejkernel._device import Target
@@ -248,6 +251,19 @@ class Kernel(Generic[Cfg, Out]):
         kind = inv.target.kind if inv.target is not None else "cpu"
         return [self._implementation(name, run, inv) for name, run in self._methods(kind)]
 
+    @contextlib.contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        """Says which method of which kernel an error comes from."""
+        try:
+            yield
+        except NotImplementedError:  # which says that there is no answer
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"`{self.name}`: `{method}` raised {type(error).__name__}: {error}. "
+                f"Correct `{type(self).__name__}.{method}`, or give the call a `cfg=`."
+            ) from error
+
     def _methods(self, kind: str) -> list[tuple[str, Callable[..., Any]]]:
         """The methods that run on a kind of device, best first, with their names."""
         found = [
@@ -268,41 +284,108 @@ class Kernel(Generic[Cfg, Out]):
 
         def backward(args: CallArgs, cfg: Cfg, outputs, residuals, cotangents, wanted):
             positional, kwargs = args.call()
-            grads = self.custom_vjp(positional, cfg, kwargs, cotangents)
-            leaves, tree = jax.tree.flatten(positional)
-            grads = tree.flatten_up_to(tuple(grads))
-            arrays = [g for x, g in zip(leaves, grads, strict=True) if is_array(x)]
-            return {str(i): g for i, g in enumerate(arrays)}
+            assert self.custom_vjp is not None
+            given = (positional, cfg, kwargs, cotangents)
+            signature = inspect.signature(self.custom_vjp)
+            try:
+                signature.bind(*given)
+            except TypeError as error:
+                raise TypeError(
+                    f"`{self.name}`: `custom_vjp` must take (primals, cfg, kwargs, cotangents); "
+                    f"it takes {signature}: {error}."
+                ) from None
+            names = _argument_names(run, len(positional))
+            grads = self.custom_vjp(*given)
+            return _gradients(self.name, dict(zip(names, positional, strict=True)), grads, wanted)
+
+        def there(args: CallArgs, direction: str) -> Invocation:
+            return dataclasses.replace(inv, direction=direction, call=args)
+
+        def guess(args: CallArgs, direction: str) -> Cfg:
+            with self._named("heuristic_cfg"):
+                return self.heuristic_cfg(there(args, direction))
+
+        def space(args: CallArgs, direction: str) -> Sequence[Cfg]:
+            with self._named("config_space"):
+                found = self.candidate_cfgs(there(args, direction))
+                if not isinstance(found, Iterable):
+                    raise TypeError(f"it must return configurations, and returned {found!r}")
+                return list(found)
 
         def decode(args: CallArgs, direction: str, plain: Any) -> Cfg:
-            guess = self.heuristic_cfg(dataclasses.replace(inv, direction=direction, call=args))
-            return serialize.from_builtins(plain, type(guess))
+            return serialize.from_builtins(plain, type(guess(args, direction)))
 
         def misfit(args: CallArgs, direction: str, cfg: Any) -> str | None:
-            there = dataclasses.replace(inv, direction=direction, call=args)
-            own = [type(c) for c in self.candidate_cfgs(there)]
+            own = [type(c) for c in space(args, direction)]
             try:
-                own.append(type(self.heuristic_cfg(there)))
+                own.append(type(guess(args, direction)))
             except NotImplementedError:
                 pass
             return f"{cfg!r} is no config of {self.name}" if own and type(cfg) not in own else None
-
-        def of_direction(method):
-            def ask(args: CallArgs, direction: str):
-                return method(dataclasses.replace(inv, direction=direction, call=args))
-
-            return ask
 
         return Implementation(
             name=name,
             forward=forward,
             backward=None if self.custom_vjp is None else backward,
-            heuristic=of_direction(self.heuristic_cfg),
-            candidates=of_direction(self.candidate_cfgs),
+            heuristic=guess,
+            candidates=space,
             decode=decode,
             misfit=misfit,
             derivative="jax" if self.custom_vjp is None else "rule",
         )
+
+
+def _gradients(
+    kernel: str, arguments: Mapping[str, Any], grads: Any, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """The gradients that a user's `custom_vjp` returned, by array, each checked."""
+    rule = f"`{kernel}`: `custom_vjp` must return "
+    if not isinstance(grads, tuple | list) or len(grads) != len(arguments):
+        got = f"{len(grads)} of them" if isinstance(grads, tuple | list) else _what(grads)
+        raise ValueError(
+            f"{rule}a tuple of gradients of {', '.join(f'`{n}`' for n in arguments)}, with None "
+            f"for an argument that has none; got {got}."
+        )
+    made: list[Any] = []
+    for (name, argument), grad in zip(arguments.items(), grads, strict=True):
+        leaves, tree = jax.tree.flatten(argument)
+        try:
+            parts = [None] * len(leaves) if grad is None else tree.flatten_up_to(grad)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{rule}for `{name}` a gradient of its structure: {error}") from None
+        for leaf, part in zip(leaves, parts, strict=True):
+            if not is_array(leaf):
+                continue
+            if part is None and str(len(made)) in wanted:
+                raise ValueError(
+                    f"{rule}a gradient for `{name}`, which is differentiated; got None. Return "
+                    "zeros if it has no influence."
+                )
+            if part is not None and (not _is_value(part) or jnp.shape(part) != leaf.shape):
+                raise ValueError(
+                    f"{rule}for `{name}` a gradient of shape {leaf.shape}; got {_what(part)}."
+                )
+            made.append(part)
+    return {str(i): grad for i, grad in enumerate(made)}
+
+
+def _is_value(x: Any) -> bool:
+    return is_array(x) or isinstance(x, int | float | complex | np.generic)
+
+
+def _what(x: Any) -> str:
+    return f"an array of shape {jnp.shape(x)}" if _is_value(x) else f"a {type(x).__name__}"
+
+
+def _argument_names(run: Callable[..., Any], count: int) -> list[str]:
+    """Names of the positional arguments of a kernel's method; `args[2]` for one without a name."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(run).parameters.values()
+    except (ValueError, TypeError):  # of a method that is not written in Python
+        parameters = ()
+    names = [p.name for p in parameters if p.kind in kinds][:count]
+    return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
 def concrete_call(inv: Invocation) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from ejkernel import _device
 from ejkernel.ops.core.kernel import FORWARD, Implementation, Invocation
 from ejkernel.ops.core.types import CallArgs
+from ejkernel.ops.execution import benchmark
 from ejkernel.ops.utils import serialize
 
 _SAMPLED_ROWS = 64
@@ -76,7 +77,13 @@ class Trial:
         reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
         if reason is not None:
             raise Rejected(reason)
-        outputs, tree = jax.tree.flatten(self.run(implementation, config)())
+        self.compare(implementation, config)
+
+    def compare(self, implementation: Implementation, config: Any) -> None:
+        """Raises unless a candidate agrees at full size with the first one that was compared."""
+        run = self.run(implementation, config)
+        benchmark.look()  # the first call compiles
+        outputs, tree = jax.tree.flatten(run())
         rows, epsilons = [_sample(x) for x in outputs], [_epsilon(x.dtype) for x in outputs]
         if self._finite_inputs and any(np.isnan(x).any() for x in rows):
             raise Rejected("gives nan on finite inputs")
@@ -114,6 +121,7 @@ class Trial:
     def _saved(self) -> tuple[Any, Any, Any]:
         """Outputs and residuals of a forward, and cotangents, for timing a backward."""
         if self._residuals is None:
+            benchmark.look()
             inv = dataclasses.replace(self.inv, direction=FORWARD, wanted=frozenset())
             implementation = next(  # one that keeps residuals, whosever backward they are for
                 i

@@ -1,8 +1,8 @@
 """Measures candidates of a call: right before fast, within a budget, never fatal."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
 import logging
 import statistics
 import sys
@@ -83,7 +83,7 @@ class Tuner:
                 variations += [(implementation, config) for config in rest]
         # guesses before variations, so that a short budget has met every implementation
         made = guesses + variations
-        if (near := table.near(inv, implementations)) is not None:  # most likely the best
+        if (near := table.guess(inv, implementations)) is not None:  # most likely the best
             owner = next(i for i in implementations if i.name == near.implementation)
             first = (owner, near.config)
             made = [first, *(c for c in made if name_of(*c) != name_of(*first))]
@@ -127,6 +127,7 @@ class Tuner:
                 jax.default_device(device),
                 _settings.using(settings),
                 policies.policy_override(autotune=False),
+                run.clock.counting(),
             ):
                 return self._measure(run)
 
@@ -153,33 +154,37 @@ class Tuner:
         try:
             for done, candidate in enumerate(run.candidates):
                 _show_progress(run, done)
-                self._measure_one(run, trial, candidate, first=not done)
+                self._measure_one(run, trial, candidate)
             if not run.stop.is_set():
                 finalists = self._measure_again(run, trial)
         finally:
             trial.release()
         _show_progress(run, len(run.candidates))
+        cut_short = run.stop.is_set() or not {CUT_SHORT, _ENDED}.isdisjoint(run.failures.values())
         if not run.timed():
             reason = f"all {len(run.candidates)} candidates failed"
+            if cut_short:
+                reason = f"nothing was measured within the budget of {run.budget_s:g} s"
             return Result(None, run.failures, reason)
-        stored = run.best(complete=not run.stop.is_set(), among=finalists)
-        return Result(stored, run.failures)
+        return Result(run.best(complete=not cut_short, among=finalists), run.failures)
 
-    def _measure_one(self, run: "_Run", trial: Trial, candidate: Candidate, first: bool) -> None:
+    def _measure_one(self, run: "_Run", trial: Trial, candidate: Candidate) -> None:
         name = name_of(*candidate)
         if name in run.times:  # of an earlier run: one of these is what others are compared with
-            if not trial.has_reference:
+            if not (trial.has_reference or run.clock.over):
                 try:
-                    trial.check(*candidate)
+                    trial.compare(*candidate)  # the oracle has accepted it in that run
+                except benchmark.OverBudget:
+                    return
                 except Exception as error:  # noqa: BLE001 - as below; it is out, with the reason
                     run.failures[name] = _short(error)
                     del run.times[name]
             return
         earlier = run.tried.get(name)
-        if run.stop.is_set() or (run.clock.over and not first):
-            run.failures[name] = CUT_SHORT
-        elif earlier == _ENDED_TWICE:
-            run.failures[name] = _ENDED_TWICE
+        if earlier not in (None, CUT_SHORT, _ENDED):
+            run.failures[name] = earlier
+        elif run.stop.is_set() or run.clock.over:
+            run.failures[name] = earlier or CUT_SHORT
         else:
             if run.times:  # told before it starts: it may take the process with it
                 ending = {name: _ENDED_TWICE if earlier == _ENDED else _ENDED}
@@ -187,6 +192,8 @@ class Tuner:
             least = min(run.times.values(), default=None)
             try:
                 run.times[name] = self._time(trial, *candidate, run.clock, least)
+            except benchmark.OverBudget:
+                run.failures[name] = CUT_SHORT
             except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
                 run.failures[name] = _short(error)
             else:
@@ -205,7 +212,7 @@ class Tuner:
             run,
             num_warmup=self.num_warmup,
             num_iters=self.num_iters,
-            budget_s=max(clock.left / 2, 0.05),
+            budget_s=clock.left / 2,
             give_up_ms=None if best is None else 3 * best,
         )
         return timing.median
@@ -219,24 +226,39 @@ class Tuner:
             return []
         sustained = 3e-3 * (_SUSTAINED_MS if jax.default_backend() != "cpu" else 0.0)
         round_s = sum(max(4e-3 * run.time(c), sustained) for c in close)
-        clock = benchmark.Stopwatch(max(run.clock.left, run.budget_s / 10))
-        seen: dict[str, list[float]] = {name_of(*c): [] for c in close}
+        rounds: list[dict[str, float]] = []
         for turn in range(_ROUNDS):
-            if round_s > clock.left:
+            if round_s > run.clock.left:
                 break
             # to and fro: a hot neighbour slows whoever follows
-            for candidate in close[::-1] if turn % 2 else close:
-                name = name_of(*candidate)
-                if name not in run.times:
-                    continue
-                try:
-                    seen[name].append(self._time_again(trial, *candidate))
-                except Exception as error:  # noqa: BLE001 - tuning never stops a call
-                    run.failures[name] = f"when measured again: {_short(error)}"
-                    del run.times[name]
-        measured = [c for c in close if name_of(*c) in run.times and seen[name_of(*c)]]
-        run.times |= {name_of(*c): statistics.median(seen[name_of(*c)]) for c in measured}
+            order = close[::-1] if turn % 2 else close
+            try:
+                rounds.append(self._round(run, trial, order))
+            except benchmark.OverBudget:  # only whole rounds compare all finalists
+                break
+        measured = [c for c in close if rounds and name_of(*c) in run.times]
+        run.times |= {
+            name: statistics.median(seen[name] for seen in rounds)
+            for name in (name_of(*c) for c in measured)
+        }
         return measured
+
+    def _round(self, run: "_Run", trial: Trial, order: Sequence[Candidate]) -> dict[str, float]:
+        """One more time of each candidate; one that fails is out."""
+        seen: dict[str, float] = {}
+        for candidate in order:
+            name = name_of(*candidate)
+            if name not in run.times:
+                continue
+            benchmark.look()
+            try:
+                seen[name] = self._time_again(trial, *candidate)
+            except benchmark.OverBudget:
+                raise
+            except Exception as error:  # noqa: BLE001 - tuning never stops a call
+                run.failures[name] = f"when measured again: {_short(error)}"
+                del run.times[name]
+        return seen
 
     def _time_again(self, trial: Trial, implementation: Implementation, config: Any) -> float:
         together_ms = None if jax.default_backend() == "cpu" else _SUSTAINED_MS
@@ -257,10 +279,10 @@ class _Run:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     tried: dict[str, str] = dataclasses.field(default_factory=dict)  # failures of an earlier run
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    clock: benchmark.Stopwatch = dataclasses.field(init=False)
 
-    @functools.cached_property
-    def clock(self) -> benchmark.Stopwatch:
-        return benchmark.Stopwatch(self.budget_s)
+    def __post_init__(self) -> None:
+        self.clock = benchmark.Stopwatch(self.budget_s)
 
     def time(self, candidate: Candidate) -> float:
         return self.times[name_of(*candidate)]
@@ -292,11 +314,16 @@ def _short(error: BaseException) -> str:
 
 def _show_progress(run: _Run, done: int) -> None:
     """One line that is written over, on a terminal only."""
-    if not sys.stderr.isatty():
-        return
+    is_terminal = getattr(sys.stderr, "isatty", None)  # a program may have no stderr, or its own
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        if is_terminal is not None and is_terminal():
+            sys.stderr.write(_progress_line(run, done))
+            sys.stderr.flush()
+
+
+def _progress_line(run: _Run, done: int) -> str:
     bar = "#" * done + "." * (len(run.candidates) - done)
     best = f"best {min(run.times.values()):.3g} ms" if run.times else ""
     end = "\n" if done == len(run.candidates) else ""
     what = f"{run.inv.kernel.name} ({run.inv.direction})"
-    sys.stderr.write(f"\rtuning {what} [{bar}] {best:<16}{end}")
-    sys.stderr.flush()
+    return f"\rtuning {what} [{bar}] {best:<16}{end}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -398,7 +399,7 @@ def test_the_guess_comes_first_wherever_it_stands_in_the_space():
 
 def test_the_nearest_shipped_row_is_measured_first(monkeypatch):
     near = Stored("run/any", 1, Config("third"))
-    monkeypatch.setattr(table, "near", lambda inv, able: near)
+    monkeypatch.setattr(table, "guess", lambda inv, able: near)
     chain = Notes()
     inv = Executor(chain).invocation(Double("good", "fine", "third"), X)
     made = chain._get_tuner().candidates(inv, inv.kernel.implementations(inv))
@@ -437,6 +438,27 @@ def test_every_candidate_is_logged_on_request(chain, caplog, monkeypatch, by):
     for way in ("good", "fine", "raises"):
         assert sum(f'"{way}"' in line for line in lines) == 1
     assert any("cannot be compiled" in line for line in lines)
+
+
+class Closed:
+    def isatty(self):
+        raise ValueError("I/O operation on closed file")
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [type(None), object, Closed, Screen], ids=lambda x: x.__name__)
+def test_tuning_needs_no_stderr(chain, monkeypatch, kind):
+    stream = kind()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert_allclose(Executor(chain)(Double("good", "fine"), X), 2 * X)
+    assert chain.last.source == "autotune"
+    if isinstance(stream, Screen):
+        assert stream.getvalue().count("tuning double (forward) [") == 3
+        assert stream.getvalue().endswith("\n")
 
 
 # What is measured, where
@@ -737,14 +759,16 @@ def test_a_tuning_that_was_cut_short_goes_on(tmp_path):
     assert sorted(record.times_ms.values())[-1] == 77.0
 
 
-def test_a_tuning_that_was_cut_short_is_not_used_under_heuristics(tmp_path):
+def test_the_best_of_a_tuning_that_was_cut_short_is_used_where_it_cannot_go_on(tmp_path):
     kernel = Double("good", "fine")
     cut_short(PersistentCache(tmp_path), kernel, ("fine", 0.1))
     chain = Notes(persistent=PersistentCache(tmp_path))
     with policy_override(autotune=False):
         Executor(chain)(kernel, X)
-    assert (chain.last.source, chain.last.cfg) == ("heuristics", Config("good"))
+    assert (chain.last.source, chain.last.cfg) == ("persistent", Config("fine"))
     assert any("cut short" in said for said in chain.last.trail)
+    Executor(chain)(kernel, X)  # measuring is allowed again
+    assert chain.last.source == "autotune"
 
 
 def test_wrong_numbers_lose_in_a_tuning_that_goes_on(tmp_path):
