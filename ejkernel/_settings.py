@@ -108,7 +108,7 @@ class Settings:
         False,
         "EJKERNEL_DEBUG",
         _flag(),
-        "Check the values of lengths, tables and ids of concrete arguments; slow.",
+        "Check the values of lengths, tables and ids, traced ones when the program runs; slow.",
     )
 
 

@@ -70,10 +70,7 @@ class OpKernel(Kernel):
         for name, convert in self.spec.scalars.items():
             if call[name] is not None:
                 call[name] = convert(call[name])
-        if self.spec.check is not None:
-            self.spec.check(call)
-        if _settings.current().debug and self.spec.debug is not None:
-            self.spec.debug(call)
+        self.spec.check_values(call, _settings.current().debug)
         return call
 
     def execute(self, call: dict[str, Any]) -> Any:

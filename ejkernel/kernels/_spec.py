@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Integer
 
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import AbstractArgs
 
 _MISSING = dataclasses.MISSING
+_INT32 = np.iinfo(np.int32)
+# arguments that hold the offsets of packed sequences, in every op that has them
+_OFFSETS = ("cu_seqlens", "cum_seqlens_q", "cum_seqlens_k")
+
+_repr = reprlib.Repr()
+_repr.maxlist = _repr.maxtuple = 8
+_repr.maxother = _repr.maxstring = 100
+
+
+def brief(value: Any) -> str:
+    """The repr of a value for a message; what is long is cut."""
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+        if value.size <= 16:
+            return str(np.asarray(value).tolist())
+        return f"{_repr.repr(np.asarray(value).tolist())} with shape {list(value.shape)}"
+    return _repr.repr(value)
+
+
+def known(value: Any) -> np.ndarray | None:
+    """The host's copy of an array whose values are known; None of others.
+
+    Unsigned numbers become int64, so that differences have a sign.
+    """
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, np.ndarray | jax.Array):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None  # a part of it is on devices of other processes
+    host = np.asarray(value)
+    if host.dtype.kind != "u":
+        return host
+    return np.minimum(host.astype(np.uint64), np.uint64(2**63 - 1)).astype(np.int64)
 
 
 def static(
@@ -141,7 +174,7 @@ class OpSpec:
     scalars: dict[str, Callable[[Any], np.ndarray]] = dataclasses.field(default_factory=dict)
     # values of canonical arguments as the public function takes them, for kernels from outside
     publish: Callable[[Any], dict[str, Any]] = lambda args: args.arrays() | args.statics()
-    # checks of values while they are known: always, and only under `EJKERNEL_DEBUG`
+    # checks of values: always, where they are known; and only under `EJKERNEL_DEBUG`
     check: Callable[[dict[str, Any]], None] | None = None
     debug: Callable[[dict[str, Any]], None] | None = None
     # outputs of kernels as the public function returns them
@@ -157,6 +190,27 @@ class OpSpec:
 
     def formula_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
         return _load(self.formula or self.reference)
+
+    def check_values(self, values: dict[str, Any], debug: bool) -> None:
+        """Refuses bad values: known ones now; with `debug`, traced ones when the program runs."""
+        checks = (self.check, self.debug if debug else None)
+
+        def run(values: dict[str, Any]) -> None:
+            _check_integers(self, values)
+            for check in checks:
+                if check is not None:
+                    check(values)
+
+        run(values)
+        traced = {name: x for name, x in values.items() if _is_traced_integer(x)}
+        if debug and traced:
+            # a callback that kept tracers would keep their whole trace alive
+            rest = {
+                name: jax.tree.map(_without_tracer, x)
+                for name, x in values.items()
+                if name not in traced
+            }
+            jax.debug.callback(lambda **host: run(rest | host), **traced)
 
     def make(self, case: Case, dtype: Any, key: jax.Array) -> OpArgs:
         """The canonical arguments of a case."""
@@ -217,6 +271,46 @@ class OpSpec:
         )
 
 
+def _is_traced_integer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer) and jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def _without_tracer(value: Any) -> Any:
+    if isinstance(value, jax.core.Tracer):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return value
+
+
+@functools.cache
+def _integer_names(cls: type) -> tuple[str, ...]:
+    """The arrays that are annotated as `Int`: ids, lengths, offsets and tables."""
+    kinds = {f.name: _array_type(f.type) for f in array_fields(cls)}
+    return tuple(name for name, t in kinds.items() if t and t.__name__.startswith("Int["))
+
+
+def _check_integers(spec: OpSpec, values: dict[str, Any]) -> None:
+    """Ids, lengths and tables fit into 32 bits, in which kernels hold them; offsets start at 0."""
+    for name in _integer_names(spec.args):
+        value = values.get(name)
+        dtype = getattr(value, "dtype", None)
+        if not isinstance(dtype, np.dtype) or dtype.kind not in "iu":
+            continue
+        offsets = name in _OFFSETS
+        wide = dtype.itemsize > 4 or dtype == np.uint32
+        if not (offsets or wide) or (host := known(value)) is None or not host.size:
+            continue
+        if wide and not _INT32.min <= host.min() <= host.max() <= _INT32.max:
+            raise ValueError(
+                f"`{spec.name}`: `{name}` must fit into 32 bits with a sign; got values from "
+                f"{host.min()} to {host.max()}."
+            )
+        if offsets and host.ndim == 1 and host[0] != 0:
+            raise ValueError(
+                f"`{spec.name}`: `{name}` must start at 0; got {brief(host)}. Put a 0 before it: "
+                "the tokens before the first sequence are then a sequence of their own."
+            )
+
+
 def _load(path: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(path):
         return path
@@ -268,8 +362,20 @@ def _check_static(op: str, field: dataclasses.Field, value: Any) -> None:
         name = getattr(field.type, "__name__", None) or str(field.type)
         raise TypeError(
             f"`{op}`: `{field.name}` must be {name.replace('typing.', '')}; "
-            f"got {value!r} of type {type(value).__name__}."
+            f"got {brief(value)} of type {type(value).__name__}."
         )
+
+
+def check_library(what: str, value: Any) -> None:
+    """Refuses arrays of other libraries, such as torch's tensors; `what` names the argument."""
+    if isinstance(value, jax.Array) or isinstance(value.dtype, np.dtype):
+        return
+    kind = type(value)
+    raise TypeError(
+        f"{what} must be a JAX or NumPy array; got a {kind.__module__}.{kind.__name__} of "
+        f"{value.dtype}{list(value.shape)}. Convert it, for example with `jnp.from_dlpack(x)`, or "
+        "`jnp.asarray(x.detach().cpu().numpy())` of a torch tensor."
+    )
 
 
 def _check_array(
@@ -280,12 +386,15 @@ def _check_array(
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(
             f"`{op}`: `{field.name}` must be an array [{', '.join(axes)}]; "
-            f"got {value!r} of type {type(value).__name__}."
+            f"got {brief(value)} of type {type(value).__name__}. Convert it with `jnp.asarray`."
         )
+    check_library(f"`{op}`: `{field.name}`", value)
     if annotation is None:  # an op from outside that does not say more
         return
-    if isinstance(annotation.dtypes, list | tuple) and str(value.dtype) not in annotation.dtypes:
-        kind = annotation.__name__.partition("[")[0]
+    kind, dtypes = annotation.__name__.partition("[")[0], annotation.dtypes
+    if kind == "Int":  # unsigned ids and lengths are converted, see `_check_integers`
+        kind, dtypes = "Integer", Integer.dtypes
+    if isinstance(dtypes, list | tuple) and str(value.dtype) not in dtypes:
         raise TypeError(
             f"`{op}`: `{field.name}` must have a dtype of kind {kind}; got {value.dtype}."
         )

@@ -67,15 +67,15 @@ class MaskInfo:
 
     @classmethod
     def from_attention_mask(cls, mask: Shaped[ArrayLike, "#b #h #t #s"]) -> "MaskInfo":
-        """Attend where the mask is True or nonzero; each axis is full or 1."""
-        mask = jnp.asarray(mask)
+        """Attend where a mask of bools or integers is nonzero; each axis is full or 1."""
+        mask = segments.as_bool_mask("MaskInfo.from_attention_mask", "mask", mask)
         if mask.ndim != 4:
             raise ValueError(
                 "`MaskInfo.from_attention_mask`: `mask` must have rank 4, [b, h, t, s] with each "
                 f"axis full or 1; got {mask.shape}. Write `mask[:, None, None, :]` for key padding "
                 "[b, s], `mask[None, None]` for [t, s]."
             )
-        return cls(attention_mask=mask.astype(bool))
+        return cls(attention_mask=mask)
 
     @classmethod
     def from_cu_seqlens(
@@ -84,7 +84,7 @@ class MaskInfo:
         """Attend inside each of the sequences packed along the token axis of a batch of one.
 
         Args:
-          cum_q: Token offsets of the queries; equal neighbours are empty sequences.
+          cum_q: Token offsets of the queries, from 0; equal neighbours are empty sequences.
           cum_k: Token offsets of the keys. Default: `cum_q`, which needs T = S.
         """
         op = "MaskInfo.from_cu_seqlens"
@@ -96,6 +96,14 @@ class MaskInfo:
                 f"{cum_q.shape} and {None if cum_k is None else cum_k.shape}. Repeat the last "
                 "entry of the shorter one."
             )
+        for name, bounds in (("cum_q", cum_q), ("cum_k", cum_k)):
+            if bounds is None or isinstance(bounds, jax.core.Tracer):
+                continue
+            if (first := int(np.asarray(bounds)[0])) != 0:
+                raise ValueError(
+                    f"`{op}`: `{name}` must start at 0; got {first}. Put a 0 before it: the tokens "
+                    "before the first sequence are then a sequence of their own."
+                )
         return cls(cum_seqlens_q=cum_q, cum_seqlens_k=cum_k)
 
     @classmethod

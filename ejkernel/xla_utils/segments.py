@@ -24,6 +24,23 @@ def as_integer_array(op: str, name: str, value: ArrayLike, axes: str) -> Array:
     return array
 
 
+def as_bool_mask(op: str, name: str, mask: ArrayLike) -> Bool[Array, "..."]:
+    """True where a mask of bools or integers is nonzero, or an error naming both.
+
+    A floating mask is refused: elsewhere it is added to the scores, where 0 means "attend".
+    """
+    mask = jnp.asarray(mask)
+    if mask.dtype == bool:
+        return mask
+    if not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise TypeError(
+            f"`{op}`: `{name}` must be bool or integer, with True or nonzero where a query may see "
+            f"a key; got {mask.dtype}. An additive mask (0 and -inf): pass it as `bias=`. One of 0 "
+            f"and 1: pass `{name} != 0`."
+        )
+    return mask != jnp.zeros((), mask.dtype)
+
+
 def _as_cu_seqlens(op: str, name: str, value: ArrayLike) -> Int32[Array, " bounds"]:
     cu_seqlens = as_integer_array(op, name, value, "n+1").astype(jnp.int32)
     if not cu_seqlens.size:
@@ -171,14 +188,14 @@ def mask_to_segment_ids(
 
 
 def _with_batch_and_heads(mask: ArrayLike) -> Bool[Array, "b h t s"]:
-    mask = jnp.asarray(mask)
+    mask = as_bool_mask("mask_to_segment_ids", "mask", mask)
     if mask.ndim not in (2, 3, 4):
         raise ValueError(
             "`mask_to_segment_ids`: `mask` must be [t, s], [b, t, s] or [b, h, t, s]; got "
             f"{mask.shape}."
         )
     mask = mask[:, None] if mask.ndim == 3 else mask
-    return (mask[None, None] if mask.ndim == 2 else mask).astype(bool)
+    return mask[None, None] if mask.ndim == 2 else mask
 
 
 @jax.jit

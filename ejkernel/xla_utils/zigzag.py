@@ -17,8 +17,14 @@ def _chunks(num_devices: int) -> np.ndarray:
     return np.stack([first, 2 * num_devices - 1 - first], axis=1).reshape(-1)
 
 
-def _reorder(op: str, x: jax.Array, num_devices: int, axis: int, order: np.ndarray) -> jax.Array:
-    axis = range(x.ndim)[axis]
+def _reorder(op: str, x: jax.Array, num_devices: int, axis: int, inverse: bool) -> jax.Array:
+    if not isinstance(num_devices, int | np.integer) or num_devices < 1:
+        raise ValueError(f"`{op}`: `num_devices` must be an int >= 1; got {num_devices!r}.")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"`{op}`: `axis` must be one of the {x.ndim} axes of `x`; got {axis}.")
+    order = _chunks(int(num_devices))
+    order = np.argsort(order) if inverse else order
+    axis = axis % x.ndim
     size = x.shape[axis]
     if size % (2 * num_devices):
         raise ValueError(
@@ -31,9 +37,9 @@ def _reorder(op: str, x: jax.Array, num_devices: int, axis: int, order: np.ndarr
 
 def to_zigzag(x: jax.Array, num_devices: int, axis: int = 1) -> jax.Array:
     """Tokens in the order in which `num_devices` devices store them, from their own order."""
-    return _reorder("to_zigzag", x, num_devices, axis, _chunks(num_devices))
+    return _reorder("to_zigzag", x, num_devices, axis, inverse=False)
 
 
 def from_zigzag(x: jax.Array, num_devices: int, axis: int = 1) -> jax.Array:
     """Tokens in their own order, from that of `to_zigzag`."""
-    return _reorder("from_zigzag", x, num_devices, axis, np.argsort(_chunks(num_devices)))
+    return _reorder("from_zigzag", x, num_devices, axis, inverse=True)

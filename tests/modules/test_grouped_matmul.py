@@ -185,6 +185,30 @@ def test_preferred_element_type_in_any_spelling(dtype):
     assert_close(out, naive(lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
 
 
+@pytest.mark.parametrize("form", ["ragged", "batched"])
+@pytest.mark.parametrize("narrow", ["lhs", "rhs"])
+def test_mixed_dtypes_are_promoted(form, narrow):
+    """As `jax.lax.ragged_dot` does; each gradient has the dtype of its operand."""
+    lhs, rhs = operands()
+    if form == "batched":
+        lhs, rhs = lhs[None, None], rhs[None, :1]
+    lhs, rhs = (lhs, rhs.astype("bfloat16")) if narrow == "rhs" else (lhs.astype("bfloat16"), rhs)
+    wide = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    more = () if form == "batched" else (SIZES,)
+    run = lambda lhs, rhs: grouped_matmul(lhs, rhs, *more)
+    out, pull = jax.vjp(run, lhs, rhs)
+    expected, pull_wide = jax.vjp(run, *wide)
+    assert out.dtype == jnp.float32
+    if form == "ragged":
+        assert out.dtype == jax.lax.ragged_dot(lhs, rhs, SIZES).dtype
+    assert_close(out, expected)
+    for gradient, exact, x in zip(pull(out), pull_wide(out), (lhs, rhs), strict=True):
+        assert gradient.dtype == x.dtype
+        assert_close(gradient.astype(jnp.float32), exact.astype(x.dtype).astype(jnp.float32))
+    assert grouped_matmul(lhs, rhs, *more, preferred_element_type="bfloat16").dtype == jnp.bfloat16
+    assert jax.jvp(run, (lhs, rhs), (lhs, rhs))[1].dtype == jnp.float32
+
+
 def test_columns_split_over_devices():
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("x",))
     lhs, rhs = normal(1, (M, K)), normal(2, (G, K, 4))
@@ -230,13 +254,15 @@ def test_no_array_grows_with_groups_times_rows():
         ({"rhs": normal(1, (K, N))}, ValueError, "rhs"),
         ({"rhs": normal(1, (1, G, K, N))}, ValueError, "does not go with"),
         ({"lhs": normal(1, (2, M, K))}, ValueError, "group_sizes"),
-        ({"rhs": normal(1, (G, K, N)).astype(jnp.bfloat16)}, TypeError, "dtype of `lhs`"),
         ({"lhs": jnp.ones((M, K), jnp.int32)}, TypeError, "lhs"),
+        ({"rhs": np.ones((G, K, N), np.int8)}, TypeError, "`rhs` must have a dtype of kind F"),
         ({"lhs": normal(1, (1, G, M, K)), "rhs": normal(2, (1, G, K, N))}, ValueError, "belong"),
         ({"preferred_element_type": "int8"}, TypeError, "float dtype"),
         ({"preferred_element_type": "nonsense"}, TypeError, "must be a dtype"),
         ({"group_offset": jnp.asarray([1, 2])}, ValueError, "scalar"),
         ({"group_offset": 0.5}, TypeError, "group_offset"),
+        ({"group_offset": 1}, ValueError, r"in \[0, 0\]: `rhs` holds 3 of the 3 groups .*; got 1"),
+        ({"group_offset": -1}, ValueError, "`group_offset` must be in .*; got -1"),
         ({"existing_out": normal(1, (M, N + 1))}, ValueError, "existing_out"),
         ({"existing_out": normal(1, (M, N)).astype(jnp.bfloat16)}, ValueError, "existing_out"),
         ({"platform": "triton"}, UnsupportedError, "triton"),

@@ -61,16 +61,15 @@ def test_all_blocks_are_causal_attention():
 
 
 def test_compressed_branch_by_hand():
-    """Blocks of 4, 4 and 2 tokens: with zero queries, plain means of the blocks that are whole."""
+    """Blocks of 4, 4 and 2 tokens: with zero queries, plain means of the blocks that are full."""
     q, k, v = arrays(t=10, heads=1, groups=1)
     ones = jnp.ones((1, 10, 1))
     out = native_sparse_attention(0 * q, k, v, g_cmp=ones, block_size=4)[0, :, 0]
-    first, second, third = (v[0, i : i + 4, 0].mean(axis=0) for i in (0, 4, 8))
+    first, second = (v[0, i : i + 4, 0].mean(axis=0) for i in (0, 4))
     assert not out[:3].any()
     assert_close(out[3:7], jnp.broadcast_to(first, (4, 5)))
-    assert_close(out[7:9], jnp.broadcast_to((first + second) / 2, (2, 5)))
-    # the last block is complete at the row's last token, with its real length
-    assert_close(out[9], (first + second + third) / 3)
+    # the last block has two tokens and is never complete
+    assert_close(out[7:], jnp.broadcast_to((first + second) / 2, (3, 5)))
 
 
 def test_window_counts_the_query_itself():
@@ -83,8 +82,6 @@ def test_window_counts_the_query_itself():
     expected = dense(q, k, wide_v, (ahead >= 0) & (ahead < 3))[..., :5]
     assert_close(run(window_size=3), expected)
     assert_close(run(window_size=2**40), native_sparse_attention(q, k, v))
-    assert not run(window_size=0).any()
-    assert not jax.grad(lambda g: native_sparse_attention(q, k, v, g_swa=g).sum())(ones).any()
 
 
 def test_gates_weigh_branches_and_none_leaves_one_out():
@@ -202,9 +199,11 @@ def test_lists_count_blocks_once_and_skip_what_is_none():
     q, k, v = arrays(groups=1, heads=2)
     run = functools.partial(apply_native_sparse_attention, q, k, v, block_size=4)
     plain = run(lists(0, 2, t=23))
+    np.testing.assert_array_equal(run(lists(-1, 2, 0, 2, t=23)), plain)
+    traced = jax.jit(run)  # indices beyond the blocks are refused where they are known
     for same in ((2, 0, 2, 0), (-1, 2, 0, -7), (0, 2, 6, 2**31 - 1)):
-        np.testing.assert_array_equal(run(lists(*same, t=23)), plain)
-    np.testing.assert_array_equal(run(lists(0, 2, 1, t=23), block_counts=2), plain)
+        np.testing.assert_array_equal(traced(lists(*same, t=23)), plain)
+    np.testing.assert_array_equal(run(lists(0, 2, 99, t=23), block_counts=2), plain)
     counts = jnp.where(jnp.arange(23) < 12, 2, 0)[None, :, None]
     some = run(lists(0, 2, 1, t=23), block_counts=counts)
     np.testing.assert_array_equal(some[:, :12], plain[:, :12])

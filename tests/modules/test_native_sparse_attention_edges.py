@@ -24,7 +24,7 @@ from tests.modules.test_native_sparse_attention import (
 )
 
 OPTIONS = {"block_counts": 2, "block_size": 4, "window_size": 3}
-CUTS = jnp.asarray([1, 10, 10, 21], jnp.int32)  # of 23 tokens: the first and the last two outside
+CUTS = jnp.asarray([0, 10, 10, 21], jnp.int32)  # of 23 tokens: the last two are outside
 
 
 def ours(*xs, **more):
@@ -42,14 +42,31 @@ def test_packed_sequences_are_rows_of_their_own():
     xs = arrays(gates=3)
     packed = jax.jit(lambda cuts: ours(*xs, cu_seqlens=cuts))  # traced: no host sync
     out = packed(CUTS)
-    for start, end in ((1, 10), (10, 21)):
+    for start, end in ((0, 10), (10, 21)):
         alone = ours(*(x[:, start:end] for x in xs))
         assert_close(out[:, start:end], alone)
-    assert not out[:, :1].any()
     assert not out[:, 21:].any()
     # the same program, other lengths
     assert_close(packed(jnp.asarray([0, 23, 23, 23])), ours(*xs))
     assert not packed(jnp.zeros(4, jnp.int32)).any()
+
+
+def test_a_prefix_of_the_tokens_gives_the_prefix_of_the_outputs():
+    """Also where the prefix ends inside a block, which only compression could tell."""
+    xs = arrays(gates=3)
+    whole = ours(*xs)
+    assert_close(ours(*(x[:, :13] for x in xs)), whole[:, :13])
+    packed = jax.jit(lambda cuts: ours(*xs, cu_seqlens=cuts))
+    for length in (3, 8, 13, 22):
+        assert_close(packed(jnp.asarray([0, length, 23]))[:, :length], whole[:, :length])
+
+
+def test_a_row_shorter_than_a_block_compresses_nothing():
+    xs = arrays(t=7, gates=1)
+    run = functools.partial(native_sparse_attention, *xs)
+    assert not run(block_size=8).any()
+    assert run(block_size=7)[:, 6].any()
+    assert not run(block_size=8, cu_seqlens=jnp.asarray([0, 7])).any()
 
 
 def test_packed_lists_are_numbered_in_their_sequence():
@@ -57,7 +74,7 @@ def test_packed_lists_are_numbered_in_their_sequence():
     given = lists(0, 2, t=23)
     run = functools.partial(apply_native_sparse_attention, block_size=4)
     out = run(q, k, v, given, cu_seqlens=CUTS)
-    for start, end in ((1, 10), (10, 21)):
+    for start, end in ((0, 10), (10, 21)):
         alone = run(*(x[:, start:end] for x in (q, k, v, given)))
         assert_close(out[:, start:end], alone)
 
@@ -68,10 +85,14 @@ def test_packed_lists_are_numbered_in_their_sequence():
 def test_garbage_outside_sequences_changes_nothing():
     xs = arrays(gates=3)
     fn = functools.partial(ours, cu_seqlens=CUTS)
-    outside = ((jnp.arange(23) < 1) | (jnp.arange(23) >= 21))[None, :, None]
-    dirty = [jnp.where(outside.reshape(1, 23, *[1] * (x.ndim - 2)), jnp.nan, x) for x in xs[:3]]
+    outside = (jnp.arange(23) >= 21)[None, :, None]
+    dirty = [jnp.where(outside.reshape(1, 23, *[1] * (x.ndim - 2)), jnp.nan, x) for x in xs]
     clean = everything(fn, 6)(*xs)
-    assert_close(everything(fn, 6)(*dirty, *xs[3:]), clean)
+    assert_close(everything(fn, 6)(*dirty), clean)
+    names = ("query", "key", "value", "g_cmp", "g_slc", "g_swa")
+    values = dict(zip(names, dirty, strict=True)) | OPTIONS | {"cu_seqlens": CUTS}
+    args = SPEC.canonicalize(SPEC.complete(values))
+    assert_close(jax.jit(SPEC.formula_fn())(args)[0], fn(*xs))
     assert all(not jnp.where(outside, abs(g).reshape(1, 23, -1), 0).any() for g in clean[1])
 
 
@@ -205,6 +226,18 @@ ERRORS = [
     ({"block_size": 0}, ValueError, "`block_size` must be an int >= 1"),
     ({"block_size": 1.5}, TypeError, "`block_size`"),
     ({"window_size": -1}, ValueError, "`window_size` must be an int >= 0"),
+    (
+        {"g_swa": np.ones((1, 23, 4), "float32")},
+        ValueError,
+        "`window_size` must be at least 1 with `g_swa`",
+    ),
+    ({"cu_seqlens": np.asarray([1, 9])}, ValueError, r"`cu_seqlens` must start at 0; got \[1, 9\]"),
+    (
+        {"block_indices": np.full((1, 23, 2, 2), 6), "block_size": 4},
+        ValueError,
+        r"in \[0, 6\), the blocks of 4 that 23 tokens make; got 6 at \[0, 0, 0, 0\]",
+    ),
+    ({"block_indices": np.full((1, 23, 2, 2), -2)}, ValueError, "must be -1 .none. or in"),
     ({"softmax_scale": float("nan")}, ValueError, "`softmax_scale` must be finite"),
     ({"cu_seqlens": jnp.zeros(0, int)}, ValueError, "`cu_seqlens` must have at least one entry"),
     ({"cu_seqlens": jnp.zeros(3)}, TypeError, "`cu_seqlens`"),

@@ -317,6 +317,19 @@ def test_other_ways_to_call_it():
     assert_close(recurrent(**again), expected, 0, 0)
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_torchs_names_of_weights(both):
+    x, state, weights = call(both=both)
+
+    named = {}
+    for name, array in weights.items():
+        base = name.removesuffix("_reverse")
+        spelled = {"w": "weight", "b": "bias"}[base[0]] + base[1:] + "_l0"
+        named[spelled + name.removeprefix(base)] = array
+    made = recurrent(x, state, named, bidirectional=both)
+    assert_close(made, recurrent(x, state, weights, bidirectional=both), 0, 0)
+
+
 def test_lengths_are_checked_when_debugging():
     x, state, weights = call()
     with (

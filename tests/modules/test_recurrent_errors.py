@@ -9,6 +9,7 @@ from tests.modules.test_recurrent import call
 
 X, STATE, WEIGHTS = call()
 _, BOTH_STATES, BOTH = call(both=True)
+TORCHS = {n.replace("w_", "weight_").replace("b_", "bias_") + "_l0": x for n, x in WEIGHTS.items()}
 FLAT = {name: jnp.ones(12) for name in WEIGHTS}
 
 
@@ -36,6 +37,10 @@ FLAT = {name: jnp.ones(12) for name in WEIGHTS}
         ({"weights": WEIGHTS | {"w_ih": jnp.ones((12, 5))}}, ValueError, "4 features of `inputs`"),
         ({"weights": WEIGHTS | {"b_ih": jnp.ones(12, jnp.bfloat16)}}, TypeError,
          "`b_ih` must have the dtype of `inputs`, float32; got bfloat16"),
+        ({"weights": TORCHS | {"weight_ih_l1": X}}, ValueError, "_ih_l1.*One call is one layer"),
+        ({"weights": TORCHS | {"w_ih": X}}, ValueError, r"'weight_ih_l0'.*got also \['w_ih'\]"),
+        ({"weights": TORCHS | {"bias_hh_l0": jnp.ones(3)}}, ValueError,
+         r"`weights\['bias_hh_l0'\]` of a lstm.*from `weight_hh_l0`"),
         ({"hidden": STATE[0]}, ValueError, r"of an lstm must be the pair \(h, c\).*got one array"),
         ({"hidden": (STATE[0],)}, ValueError, r"the pair \(h, c\).*got 1 values"),
         ({"hidden": (STATE[0], None)}, ValueError, r"the pair \(h, c\)"),

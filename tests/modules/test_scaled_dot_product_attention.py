@@ -40,6 +40,11 @@ OPTIONS = {
     "window_pair": lambda t, s: {"local_window_size": (3, 1)},
     "window_zero": lambda t, s: {"local_window_size": 0},
     "window_zero_pair": lambda t, s: {"local_window_size": (0, 0)},
+    "window_list": lambda t, s: {"local_window_size": [3, 1]},
+    "window_after": lambda t, s: {"local_window_size": (-1, 2), "mask": bits(2, (B, H, t, s))},
+    "window_before": lambda t, s: {"local_window_size": (3, -2), "is_causal": True},
+    "window_nothing": lambda t, s: {"local_window_size": -1},
+    "integer_bias": lambda t, s: {"bias": jnp.arange(s) % 5 - 2 + 0 * lengths(*[0] * t)[:, None]},
     "causal_window": lambda t, s: {"is_causal": True, "local_window_size": (2, 4)},
     "bias": lambda t, s: {"bias": normal(1, (B, H, t, s))},
     "mask": lambda t, s: {"mask": bits(2, (B, H, t, s))},
@@ -64,7 +69,7 @@ def visible_rows(t, s, batch=B, **options):
     if options.get("is_causal"):
         seen &= j <= i
     if (window := options.get("local_window_size")) is not None:
-        left, right = (window, window) if isinstance(window, int) else window
+        left, right = [window] * 2 if isinstance(window, int) else window
         seen &= (i - left <= j) & (j <= i + right)
     if (mask := options.get("mask")) is not None:
         seen &= np.asarray(mask)
@@ -106,7 +111,7 @@ def assert_matches(arrays, options):
     assert_rows(residual, expected_residual, rows, -np.inf)
 
 
-MOVED = ["causal", "window_pair", "window_zero", "query_lengths", "everything"]
+MOVED = ["causal", "window_after", "window_pair", "window_zero", "query_lengths", "everything"]
 FEW = ("causal", "query_lengths")
 
 
@@ -114,7 +119,7 @@ FEW = ("causal", "query_lengths")
     ("option", "shape"),
     [(name, "long_keys") for name in OPTIONS]
     + [pytest.param(n, "long_queries", marks=[] if n in FEW else pytest.mark.slow) for n in MOVED]
-    + [(name, "square") for name in ("causal", "key_lengths")],
+    + [(name, "square") for name in ("causal", "key_lengths", "window_after")],
 )
 def test_matches_jax(option, shape):
     t, s = SHAPES[shape]
@@ -235,6 +240,70 @@ def test_names_order_and_defaults_are_jaxs():
     for name, parameter in wanted.items():
         assert made[name].kind == parameter.kind
         assert made[name].default == parameter.default
+
+
+@pytest.mark.parametrize("name", ["cum_seqlens_q", "cum_seqlens_k", "mask_info", "attention_mask"])
+def test_arguments_of_flash_attention_alone_are_refused(name):
+    """Its alignment is another, so packed lengths would mean something else here."""
+    arrays = operands(6, 6)
+    with pytest.raises(ValueError, match=f"`{name}` belongs to `flash_attention`") as caught:
+        scaled_dot_product_attention(*arrays, is_causal=True, **{name: lengths(0, 6, 12)})
+    assert "scaled_dot_product_attention" in str(caught.value)
+    out = scaled_dot_product_attention(*arrays, **{name: None})
+    np.testing.assert_array_equal(out, scaled_dot_product_attention(*arrays))
+
+
+ERRORS = {
+    "mask": ({"mask": np.zeros((5, 8), np.float32)}, "`mask` must be bool .* pass it as `bias=`"),
+    "mask_shape": ({"mask": np.ones((B, 3, 5, 8), bool)}, "`mask` must broadcast to"),
+    "bias_shape": ({"bias": np.ones((5, 7), np.float32)}, "`bias` must broadcast to"),
+    "scale": ({"scale": float("nan")}, "`scale` must be finite"),
+    "window": ({"local_window_size": (1, 2, 3)}, r"`local_window_size` must be .*got \(1, 2, 3\)"),
+    "window_alias": ({"sliding_window": (1.5, 2)}, "`local_window_size` must be an int or a pair"),
+    "lengths": ({"query_seq_lengths": np.ones(2)}, "`query_seq_lengths` must be .2. integers"),
+    "implementation": ({"implementation": "nonsense"}, "`implementation` must be"),
+    "ids": (
+        {"q_segment_ids": np.zeros((B, 5), int), "key_value_seq_lengths": np.ones(2, int)},
+        "`q_segment_ids` cannot be given with `key_value_seq_lengths`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_its_own_arguments(name):
+    options, words = ERRORS[name]
+    with pytest.raises((TypeError, ValueError), match=words) as caught:
+        scaled_dot_product_attention(*operands(5, 8), **options)
+    assert str(caught.value).startswith("`scaled_dot_product_attention`: ")
+
+
+def test_refusals_of_kernels_name_the_implementation():
+    with pytest.raises(UnsupportedError, match=r"`scaled_dot_product_attention` .*implementation="):
+        scaled_dot_product_attention(*operands(5, 8), implementation="cudnn")
+
+
+def test_positions_of_alibi_are_top_left_too():
+    """The residual does not depend on whether a window that hides nothing is given."""
+    arrays, slopes = operands(5, 8), jnp.linspace(0.1, 0.5, H)
+    results = [
+        ours(arrays, {"alibi_slopes": slopes} | more, return_residual=True)
+        for more in ({}, {"local_window_size": 100})
+    ]
+    for a, e in zip(*results, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.xfail(raises=TypeError, strict=False, reason="`softmax_scale` takes no array yet")
+def test_an_array_scale_works_and_is_differentiable():
+    arrays = operands(5, 8)
+
+    def of(function):
+        weight = normal(12, arrays[0].shape)
+        loss = lambda scale: (function(arrays, {"scale": scale}) * weight).sum()
+        return jax.jit(jax.value_and_grad(loss))(jnp.float32(0.7))
+
+    for a, e in zip(of(ours), of(theirs), strict=True):
+        np.testing.assert_allclose(a, e, rtol=5e-5, atol=5e-5)
 
 
 def test_ranks_that_are_not_attention_are_refused():

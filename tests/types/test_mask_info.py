@@ -127,7 +127,7 @@ RNG = np.random.default_rng(0)
 Q_IDS, KV_IDS = RNG.integers(-1, 3, (2, 5)), RNG.integers(-1, 3, (2, 8))
 SORTED_IDS = (np.array([[0, 0, 1, 1, -1]] * 2), np.array([[-1, 0, 0, 0, 1, 1, 1, -1]] * 2))
 LENGTHS = (np.array([5, 3]), np.array([4, 8]))
-CU = ((0, 3, 3, 5, 6), (1, 3, 4, 8, 8))  # an empty query side, an empty key side, tokens outside
+CU = ((0, 3, 3, 5, 6), (0, 3, 4, 8, 8))  # an empty query side, an empty key side, tokens outside
 HUGE_IDS = (np.full((2, 5), 2**31 - 1) - Q_IDS % 2, np.full((2, 8), 2**31 - 1) - KV_IDS % 2)
 Q_POSITIONS = np.array([[-3, -1, 0, 4, 9], [7, 2, 2, 5, 1]])
 KV_POSITIONS = np.array([[-4, -2, 0, 1, 2, 5, 9, 10]])
@@ -343,7 +343,8 @@ REFUSALS = {
         lambda: MaskInfo.from_attention_mask(np.ones((2, 4), bool)),
         r"mask\[:, None, None, :\].*mask\[None, None\]",
     ),
-    "mask rank 3": (lambda: MaskInfo.from_attention_mask(np.ones((2, 4, 4))), "rank 4"),
+    "mask rank 3": (lambda: MaskInfo.from_attention_mask(np.ones((2, 4, 4), int)), "rank 4"),
+    "offsets from 1": (lambda: MaskInfo.from_cu_seqlens([1, 4]), "`cum_q` must start at 0; got 1"),
     "ids rank": (lambda: MaskInfo.from_segments(IDS[0]), r"`q_ids` must be \[b t\].*\(4,\)"),
     "ids batch": (lambda: MaskInfo.from_segments(IDS, np.zeros((3, 4), int)), "batch size"),
     "cu sizes": (
@@ -354,7 +355,7 @@ REFUSALS = {
     "chunk size": (lambda: MaskInfo.from_segments(IDS).apply_chunked(0), "`chunk_size`.*got 0"),
     "chunk length": (lambda: MaskInfo().apply_chunked(2, q_length=3), "Pass `kv_length=`"),
     "unknown length": (
-        lambda: MaskInfo.from_attention_mask(np.ones((2, 1, 1, 4))).materialize(),
+        lambda: MaskInfo.from_attention_mask(np.ones((2, 1, 1, 4), bool)).materialize(),
         "Pass `q_length=`",
     ),
     "other length": (lambda: MaskInfo.from_segments(IDS).materialize(5), "'q_length': 5"),

@@ -7,11 +7,13 @@ import numpy as np
 
 def grouped_matmul(args) -> tuple[jax.Array]:
     """Rows of each group times that group's matrix."""
-    wide = jnp.promote_types(args.lhs.dtype, jnp.float32)
-    dtype = jnp.dtype(args.preferred_element_type or args.lhs.dtype)
+    common = jnp.promote_types(args.lhs.dtype, args.rhs.dtype)
+    wide = jnp.promote_types(common, jnp.float32)
+    dtype = jnp.dtype(args.preferred_element_type or common)
     rhs = args.rhs.swapaxes(-1, -2) if args.transpose_rhs else args.rhs
 
     def times(a, b):
+        a, b = a.astype(common), b.astype(common)
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
         return product.astype(dtype)
 

@@ -43,9 +43,9 @@ def _compressed(args, here, q, k, v):
 
 
 def _importance(args, q, k):
-    """Weights [b, t, h, n] over the blocks whose last real token is at or before the query."""
+    """Weights [b, t, h, n] over the full blocks that end at or before the query."""
     t, k = q.shape[1], _means(k, args.block_size)
-    last = np.minimum(np.arange(1, k.shape[1] + 1) * args.block_size, t) - 1
+    last = np.arange(1, k.shape[1] + 1) * args.block_size - 1
     # a plain sum: equal keys must give equal scores
     x = (q.astype(k.dtype)[:, :, :, None] * k.transpose(0, 2, 1, 3)[:, None]).sum(axis=-1)
     return _softmax(args.softmax_scale * x, (last <= np.arange(t)[:, None])[None, :, None])

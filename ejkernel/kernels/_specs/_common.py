@@ -20,12 +20,6 @@ _INT32_MAX = 2**31 - 1
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def as_bool(mask: Any) -> jax.Array:
-    """True where a mask is nonzero."""
-    mask = jnp.asarray(mask)
-    return mask if mask.dtype == bool else mask != jnp.zeros((), mask.dtype)
-
-
 def check_floats(op: str, **arrays: jax.Array) -> None:
     """All arrays must have one dtype that the op computes in."""
     (first, leader), *others = arrays.items()

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import jax
 import numpy as np
+
+from ejkernel.kernels import _spec
 
 
 def concrete(values: dict[str, Any], *names: str) -> list[np.ndarray] | None:
-    """Arguments as NumPy arrays; None when one of them is traced."""
-    if any(isinstance(values[name], jax.core.Tracer) for name in names):
-        return None
-    return [np.asarray(values[name]) for name in names]
+    """Arguments as NumPy arrays; None when one of them is not known."""
+    arrays = [x for name in names if (x := _spec.known(values[name])) is not None]
+    return arrays if len(arrays) == len(names) else None
 
 
 def first(bad: np.ndarray) -> int | None:

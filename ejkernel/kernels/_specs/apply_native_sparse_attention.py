@@ -110,6 +110,7 @@ SPEC = _spec.OpSpec(
     cases=cases,
     changes=changes,
     config=ApplyNativeSparseAttentionConfig,
+    check=functools.partial(nsa.check_lists, op=OP),
     debug=functools.partial(nsa.check_values, op=OP),
     **nsa.FAMILY,
 )

@@ -14,6 +14,7 @@ from ejkernel.kernels._specs import _attention_cases, _common, flash_attention
 from ejkernel.kernels._specs._common import MASK_HINT
 from ejkernel.ops.core.types import BwdParams, FwdParams
 from ejkernel.types import block_mask
+from ejkernel.xla_utils import segments
 
 OP = "blocksparse_attention"
 _FORMS = " Or [nq, nk] for all heads, [h, nq, nk] per head."
@@ -80,7 +81,7 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
         sparsity_mask=_table(call, t, s),
         block_size=int(call["block_size"]),
         bias=as_array(call["bias"]),
-        attention_mask=None if mask is None else _common.as_bool(mask),
+        attention_mask=flash_attention.as_mask(OP, mask),
         causal=causal,
         softmax_scale=_common.canonical_scale(OP, call["softmax_scale"], head_dim),
         sliding_window=_common.canonical_window(OP, call["sliding_window"], causal),
@@ -105,7 +106,7 @@ def _table(call: dict[str, Any], t: int, s: int) -> jax.Array:
         )
     if mask is None:
         return jnp.asarray(builder.build(t, s, int(size)))[None, None]
-    mask = _common.as_bool(mask)
+    mask = segments.as_bool_mask(OP, "sparsity_mask", mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     wanted = (-(-t // size), -(-s // size))
     if mask.shape[2:] != wanted:

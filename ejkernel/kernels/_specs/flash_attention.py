@@ -79,13 +79,12 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
     q_ids, kv_ids = _common.pair_up(op, call, ("q_segment_ids", "kv_segment_ids"), t, s)
     cum_q, cum_k = _common.pair_up(op, call, ("cum_seqlens_q", "cum_seqlens_k"), t, s)
     _common.check_cum_seqlens(op, batch, cum_q, cum_k)
-    mask = call["attention_mask"]
     window = _common.canonical_window(op, call["sliding_window"], causal)
     return FlashAttentionArgs(
         query=query,
         key=key,
         value=value,
-        attention_mask=None if mask is None else _common.as_bool(mask),
+        attention_mask=as_mask(op, call["attention_mask"]),
         bias=as_array(call["bias"]),
         causal=causal,
         softmax_scale=_common.canonical_scale(op, call["softmax_scale"], head_dim),
@@ -108,6 +107,10 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
 
 def as_array(value: Any, dtype: Any = None) -> jax.Array | None:
     return None if value is None else jnp.asarray(value, dtype)
+
+
+def as_mask(op: str, mask: Any) -> jax.Array | None:
+    return None if mask is None else segments.as_bool_mask(op, "attention_mask", mask)
 
 
 def unpack(values: dict[str, Any], op: str = "flash_attention") -> dict[str, Any]:
@@ -150,8 +153,9 @@ def _rows(ids: Any, batch: int) -> Any:
 def _both(op: str, a: Any, b: Any) -> Any:
     if b is None:
         return a
+    a, b = as_mask(op, a), as_mask(op, b)
     try:
-        return _common.as_bool(a) & _common.as_bool(b)
+        return a & b
     except (TypeError, ValueError):
         raise ValueError(
             f"`{op}`: `attention_mask` {jnp.shape(b)} and that of `mask_info`, {jnp.shape(a)}, do "
@@ -185,24 +189,22 @@ def publish(args: FlashAttentionArgs) -> dict[str, Any]:
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
+    """Checks known lengths, for `EJKERNEL_DEBUG`."""
     for name, data in (("cum_seqlens_q", "query"), ("cum_seqlens_k", "key")):
-        array = values.get(name)
-        if array is None or isinstance(array, jax.core.Tracer):
+        if (host := _spec.known(values.get(name))) is None:
             continue
-        host = np.asarray(array)
         batch, length = values[data].shape[:2]
         steps = np.diff(host)
         if (steps < 0).any():
             raise ValueError(
                 f"`flash_attention`: `{name}` must not decrease; entry {int(np.argmin(steps)) + 1} "
-                f"does: {host.tolist()}."
+                f"does: {_spec.brief(host)}."
             )
         longest = int(host[-1]) if batch == 1 else int(steps.max(initial=0))
         if longest > length or host[0] < 0:
             raise ValueError(
                 f"`flash_attention`: `{name}` reaches beyond the {length} tokens of `{data}`: "
-                f"{host.tolist()}."
+                f"{_spec.brief(host)}."
             )
 
 

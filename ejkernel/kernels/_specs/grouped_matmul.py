@@ -60,13 +60,14 @@ def canonicalize(values: dict[str, Any]) -> GroupedMatmulArgs:
     """Checks a call and brings it to the one form that kernels see."""
     call = unpack(values)
     lhs, rhs = jnp.asarray(call["lhs"]), jnp.asarray(call["rhs"])
-    _common.check_floats(OP, lhs=lhs, rhs=rhs)
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        _common.check_floats(OP, **{name: array})
     transposed = bool(call["transpose_rhs"])
     _check_shapes(lhs, rhs, transposed)
     name = call["preferred_element_type"]
     if name is not None and not jnp.issubdtype(jnp.dtype(name), jnp.floating):
         raise TypeError(f"`{OP}`: `preferred_element_type` must be a float dtype; got {name}.")
-    preferred = None if name == lhs.dtype.name else name
+    preferred = None if name == jnp.promote_types(lhs.dtype, rhs.dtype).name else name
     made = GroupedMatmulArgs(
         lhs=lhs,
         rhs=rhs,
@@ -141,19 +142,32 @@ def num_columns(args: GroupedMatmulArgs) -> int:
 
 
 def out_dtype(args: GroupedMatmulArgs) -> Any:
-    return jnp.dtype(args.preferred_element_type or args.lhs.dtype)
+    """The dtype asked for, or the one that both operands promote to."""
+    common = jnp.promote_types(args.lhs.dtype, args.rhs.dtype)
+    return jnp.dtype(args.preferred_element_type or common)
+
+
+def check_offset(values: dict[str, Any]) -> None:
+    """Refuses a known offset with which `rhs` reaches beyond the groups."""
+    offset, sizes, rhs = (values[name] for name in ("group_offset", "group_sizes", "rhs"))
+    host = _spec.known(offset)
+    if host is None or host.size != 1 or getattr(sizes, "ndim", 0) != 1:
+        return
+    first, most = int(host.flat[0]), sizes.shape[0] - rhs.shape[0]
+    if not 0 <= first <= max(most, 0):
+        raise ValueError(
+            f"`{OP}`: `group_offset` must be in [0, {max(most, 0)}]: `rhs` holds {rhs.shape[0]} of "
+            f"the {sizes.shape[0]} groups of `group_sizes`; got {first}."
+        )
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete sizes, for `EJKERNEL_DEBUG`; traced ones pass."""
-    sizes = values["group_sizes"]
-    if sizes is None or isinstance(sizes, jax.core.Tracer):
-        return
-    host, rows = np.asarray(sizes), values["lhs"].shape[0]
-    if (host < 0).any() or host.sum() > rows:
+    """Checks known sizes, for `EJKERNEL_DEBUG`."""
+    sizes, rows = _spec.known(values["group_sizes"]), values["lhs"].shape[0]
+    if sizes is not None and ((sizes < 0).any() or sizes.sum() > rows):
         raise ValueError(
             f"`{OP}`: `group_sizes` must be >= 0 and sum to at most the {rows} rows of `lhs`; got "
-            f"{host.tolist()}."
+            f"{_spec.brief(sizes)}."
         )
 
 
@@ -191,7 +205,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     groups = row.get("local", len(sizes))
     values |= {
         "lhs": normal(0, m, k),
-        "rhs": normal(1, groups, *matrix),
+        "rhs": normal(1, groups, *matrix, dtype=row.get("rhs_dtype") or dtype),
         "group_sizes": jnp.asarray(sizes, jnp.int32),
         "preferred_element_type": row.get("preferred"),
     }
@@ -211,6 +225,7 @@ _ROWS: dict[str, dict[str, Any]] = {
     "empty_groups": {"shape": "nothing", "existing": True},
     # the middle groups are here, the others on other devices
     "offset_existing": {"shape": "small", "local": 3, "offset": 3, "existing": True},
+    "mixed": {"rhs_dtype": "float32", "shape": "small"},
     "cover00": {"preferred": "float32", "transpose_rhs": True, "existing": True},
 }
 
@@ -225,12 +240,13 @@ def cases() -> tuple[_spec.Case, ...]:
 
 def changes() -> dict[str, dict[str, Any]]:
     """For each option, arguments that set it on the plain case; tests look for the effect."""
-    m, _, n, _ = _SHAPES["uneven"]
+    m, k, n, sizes = _SHAPES["uneven"]
+    fewer = jax.random.normal(jax.random.key(8), (len(sizes) - 1, k, n))
     return {
         "group_sizes": {"group_sizes": jnp.asarray([9, 0, 20, 2], jnp.int32)},
         "transpose_rhs": {"transpose_rhs": True},
         "preferred_element_type": {"preferred_element_type": "bfloat16"},
-        "group_offset": {"group_offset": 1},
+        "group_offset": {"group_offset": 1, "rhs": fewer},
         "existing_out": {"existing_out": jax.random.normal(jax.random.key(7), (m, n))},
     }
 
@@ -286,6 +302,7 @@ SPEC = GroupedMatmulSpec(
     examples=examples,
     config=GroupedMatmulConfig,
     scalars={"group_offset": lambda x: np.asarray(x, np.int32) if isinstance(x, int) else x},
+    check=check_offset,
     debug=check_values,
     instead="split groups over devices yourself, with `group_offset` in a `shard_map`",
 )

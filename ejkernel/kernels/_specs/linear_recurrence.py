@@ -151,7 +151,7 @@ def check_values(values: dict[str, Any]) -> None:
     if (np.diff(host) < 0).any() or (host.size and (host[0] < 0 or host[-1] > t)):
         raise ValueError(
             f"`cu_seqlens` must not decrease and must stay within the {t} tokens of `query`; got "
-            f"{host.tolist()}."
+            f"{_spec.brief(host)}."
         )
 
 

@@ -52,7 +52,8 @@ def canonicalize(values: dict[str, Any]) -> MeanPoolingArgs:
         raise ValueError(f"`{OP}`: `chunk_size` must be an int >= 1; got {chunk_size!r}.")
     return MeanPoolingArgs(
         inputs=inputs,
-        mask=None if mask is None else _common.as_bool(mask),
+        # of any dtype: unlike that of attention it is never added to anything
+        mask=None if mask is None else jnp.asarray(mask).astype(bool),
         cu_seqlens=None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32),
         chunk_size=None if chunk_size is None else int(chunk_size),
     )
@@ -74,15 +75,12 @@ def _check_packed(inputs: jax.Array, mask: Any, cu_seqlens: Any) -> None:
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
-    cu_seqlens = values["cu_seqlens"]
-    if cu_seqlens is None or isinstance(cu_seqlens, jax.core.Tracer):
-        return
-    host, length = np.asarray(cu_seqlens), values["inputs"].shape[1]
-    if (np.diff(host) < 0).any() or host.min(initial=0) < 0 or host.max(initial=0) > length:
+    """Checks known lengths, for `EJKERNEL_DEBUG`."""
+    cuts, length = _spec.known(values["cu_seqlens"]), values["inputs"].shape[1]
+    if cuts is not None and ((np.diff(cuts) < 0).any() or cuts.max(initial=0) > length):
         raise ValueError(
-            f"`{OP}`: `cu_seqlens` must not decrease, from >= 0 to at most the {length} tokens of "
-            f"`inputs`; got {host.tolist()}."
+            f"`{OP}`: `cu_seqlens` must not decrease, from 0 to at most the {length} tokens of "
+            f"`inputs`; got {_spec.brief(cuts)}."
         )
 
 

@@ -89,7 +89,7 @@ def canonicalize(values: dict[str, Any]) -> MLAAttentionArgs:
     width += 0 if b_q is None else b_q.shape[-1]
     return MLAAttentionArgs(
         **arrays | {"query": query, "b_q": b_q},
-        attention_mask=None if mask is None else _common.as_bool(mask),
+        attention_mask=flash_attention.as_mask(_OP, mask),
         bias=_as_array(call["bias"]),
         causal=causal,
         softmax_scale=_common.canonical_scale(_OP, call["softmax_scale"], width),

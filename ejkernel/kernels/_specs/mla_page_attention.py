@@ -199,6 +199,7 @@ SPEC = _spec.OpSpec(
     config=MLAPageAttentionConfig,
     scalars={"k_scale": page_attention.scale_array, "num_seqs": _count},
     publish=page_attention.publish,
+    check=functools.partial(ragged_page_attention.check_count, op="mla_page_attention"),
     debug=check_values,
     shardable=frozenset({"h"}),
 )

@@ -127,6 +127,11 @@ def canonicalize(values: dict[str, Any]) -> NativeSparseAttentionArgs:
             "the lists."
         )
     gates = {name: as_array(values[name]) for name in ("g_cmp", "g_slc", "g_swa")}
+    if gates["g_swa"] is not None and window == 0:
+        raise ValueError(
+            f"`{op}`: `window_size` must be at least 1 with `g_swa`, the gate of the sliding "
+            "window; got 0. Pass `window_size=`, or leave `g_swa` out."
+        )
     return NativeSparseAttentionArgs(
         **made,
         **gates,
@@ -143,19 +148,41 @@ def publish(args: NativeSparseAttentionArgs) -> dict[str, Any]:
 
 
 def check_values(values: dict[str, Any], op: str = "native_sparse_attention") -> None:
-    """Checks concrete lengths and counts, for `EJKERNEL_DEBUG`; traced ones pass."""
-    cu_seqlens, t = values["cu_seqlens"], values["query"].shape[1]
-    if cu_seqlens is not None and not isinstance(cu_seqlens, jax.core.Tracer):
-        host = np.asarray(cu_seqlens)
-        if (np.diff(host) < 0).any() or host.min(initial=0) < 0 or host.max(initial=0) > t:
+    """Checks known lengths and counts, for `EJKERNEL_DEBUG`."""
+    t = values["query"].shape[1]
+    if (cuts := _spec.known(values["cu_seqlens"])) is not None:
+        if (np.diff(cuts) < 0).any() or cuts.max(initial=0) > t:
             raise ValueError(
-                f"`{op}`: `cu_seqlens` must not decrease, from >= 0 to at most the {t} tokens of "
-                f"`query`; got {host.tolist()}."
+                f"`{op}`: `cu_seqlens` must not decrease, from 0 to at most the {t} tokens of "
+                f"`query`; got {_spec.brief(cuts)}."
             )
-    counts = values["block_counts"]
-    if hasattr(counts, "shape") and not isinstance(counts, jax.core.Tracer):
-        if (least := int(np.asarray(counts).min(initial=1))) < 1:
+    if (counts := _spec.known(values["block_counts"])) is not None:
+        if (least := int(counts.min(initial=1))) < 1:
             raise ValueError(f"`{op}`: `block_counts` must be at least 1; got {least}.")
+
+
+def check_lists(values: dict[str, Any], op: str = "native_sparse_attention") -> None:
+    """Refuses known indices beyond the blocks of the longest sequence."""
+    lists, size = _spec.known(values["block_indices"]), values["block_size"]
+    counts = values["block_counts"]
+    if lists is None or lists.ndim != 4 or not _is_int(size) or size < 1:
+        return
+    if isinstance(counts, jax.core.Tracer):
+        return  # which entries count is not known
+    cuts, longest = _spec.known(values["cu_seqlens"]), lists.shape[1]
+    if cuts is not None and cuts.ndim == 1:
+        longest = int(np.diff(cuts).max(initial=0))
+    blocks = -(-longest // size)
+    bad = (lists < -1) | (lists >= blocks)
+    counts = counts if _is_int(counts) else _spec.known(counts)
+    if counts is not None and np.shape(counts) in ((), lists.shape[:3]):
+        bad &= np.arange(lists.shape[3]) < np.asarray(counts)[..., None]
+    if bad.any():
+        place = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(
+            f"`{op}`: `block_indices` must be -1 (none) or in [0, {blocks}), the blocks of {size} "
+            f"that {longest} tokens make; got {lists[place]} at {list(place)}."
+        )
 
 
 def examples(args: Any) -> dict[str, jax.Array]:
@@ -217,7 +244,7 @@ def lists_of(key: jax.Array, shape: tuple[int, ...], size: int, k: int) -> jax.A
     """Lists with the own block, some that repeat, some of the future, some that are none."""
     batch, t, groups = shape
     own = jnp.arange(t)[None, :, None, None] // size
-    drawn = jax.random.randint(key, (batch, t, groups, k), -1, -(-t // size) + 1)
+    drawn = jax.random.randint(key, (batch, t, groups, k), -1, -(-t // size))
     return drawn.at[..., 1:2].set(jnp.broadcast_to(own, (batch, t, groups, 1))).astype(jnp.int32)
 
 
@@ -313,6 +340,7 @@ SPEC = _spec.OpSpec(
     changes=changes,
     config=NativeSparseAttentionConfig,
     publish=publish,
+    check=check_lists,
     debug=check_values,
     **FAMILY,
 )

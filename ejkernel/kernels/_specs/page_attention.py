@@ -151,7 +151,7 @@ def publish(args: Any) -> dict[str, Any]:
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete lengths and tables, for `EJKERNEL_DEBUG`; traced ones pass."""
+    """Checks known lengths and tables, for `EJKERNEL_DEBUG`."""
     arrays = _paged.concrete(values, "context_lens", "block_tables")
     if arrays is not None:
         lens, tables = arrays

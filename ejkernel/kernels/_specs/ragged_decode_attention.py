@@ -86,7 +86,7 @@ def finish(args: RaggedDecodeAttentionArgs, outputs: tuple[Any, ...]) -> tuple[A
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete ranges, for `EJKERNEL_DEBUG`; traced ones pass."""
+    """Checks known ranges, for `EJKERNEL_DEBUG`."""
     arrays = _paged.concrete(values, "sequence_start", "sequence_end")
     if arrays is None:
         return

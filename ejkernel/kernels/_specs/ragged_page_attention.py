@@ -88,16 +88,26 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionArgs:
     )
 
 
+def check_count(values: dict[str, Any], op: str = "ragged_page_attention") -> None:
+    """Refuses a known number of sequences that the tables do not have."""
+    number, tables = _spec.known(values["num_seqs"]), values["block_tables"]
+    if number is None or number.size != 1 or getattr(tables, "ndim", 0) != 2:
+        return
+    if not 0 <= (count := int(number.flat[0])) <= tables.shape[0]:
+        raise ValueError(
+            f"`{op}`: `num_seqs` must be in [0, {tables.shape[0]}], the rows of `block_tables`; "
+            f"got {count}."
+        )
+
+
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
+    """Checks known lengths, for `EJKERNEL_DEBUG`."""
     names = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
     arrays = _paged.concrete(values, *names)
     if arrays is None:
         return
     op, (lens, tables, starts, number) = "ragged_page_attention", arrays
     count = int(number.reshape(()))
-    if not 0 <= count <= len(lens):
-        raise ValueError(f"`{op}`: `num_seqs` must be in [0, {len(lens)}]; got {count}.")
     lens, tables = lens[:count], tables[:count]
     _paged.check_tables(op, "context_lens", lens, tables, values["kv_pages"].shape[:2])
     _paged.check_starts(op, starts[: count + 1], "context_lens", lens, len(values["queries"]))
@@ -226,6 +236,7 @@ SPEC = PagedSpec(
     config=RaggedPageAttentionConfig,
     scalars=page_attention.SCALARS | {"num_seqs": _count},
     publish=page_attention.publish,
+    check=check_count,
     debug=check_values,
     shardable=frozenset({"h", "g"}),
     aliases={"g": "h"},

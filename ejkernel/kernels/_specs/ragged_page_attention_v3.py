@@ -87,18 +87,25 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionV3Args:
     )
 
 
+def check_distribution(values: dict[str, Any]) -> None:
+    """Refuses known numbers of sequences that the tables do not have."""
+    ends, tables = _spec.known(values["distribution"]), values["block_tables"]
+    if ends is None or ends.shape != (3,) or getattr(tables, "ndim", 0) != 2:
+        return
+    if (np.diff([0, *ends, tables.shape[0]]) < 0).any():
+        raise ValueError(
+            "`ragged_page_attention_v3`: `distribution` must not decrease and stay in [0, "
+            f"{tables.shape[0]}], the rows of `block_tables`; got {ends.tolist()}."
+        )
+
+
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete lengths, tables and destinations, for `EJKERNEL_DEBUG`; traced ones pass."""
+    """Checks known lengths, tables and destinations, for `EJKERNEL_DEBUG`."""
     names = ("kv_lens", "block_tables", "query_start_loc", "distribution")
     arrays = _paged.concrete(values, *names)
     if arrays is None:
         return
     op, (lens, tables, starts, ends) = "ragged_page_attention_v3", arrays
-    if (np.diff([0, *ends, len(lens)]) < 0).any():
-        raise ValueError(
-            f"`{op}`: `distribution` must not decrease and stay in [0, {len(lens)}]; got "
-            f"{ends.tolist()}."
-        )
     count, shape = int(ends[2]), values["kv_pages"].shape[:2]
     lens, tables, starts = lens[:count], tables[:count], starts[: count + 1]
     _paged.check_tables(op, "kv_lens", lens, tables, shape)
@@ -207,6 +214,7 @@ SPEC = ragged_page_attention.PagedSpec(
     config=RaggedPageAttentionV3Config,
     scalars=page_attention.SCALARS,
     publish=page_attention.publish,
+    check=check_distribution,
     debug=check_values,
     written=("kv_pages",),
     shardable=frozenset({"h", "g"}),

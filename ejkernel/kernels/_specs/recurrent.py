@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
@@ -21,6 +20,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "softsign": jax.nn.soft_sign,
     "identity": lambda x: x,
+}
+_TORCH_NAMES = {
+    "w_ih": "weight_ih_l0",
+    "w_hh": "weight_hh_l0",
+    "b_ih": "bias_ih_l0",
+    "b_hh": "bias_hh_l0",
 }
 _STATES = {"ranks": (3,), "hint": " Or [2, b, d] with `bidirectional`."}
 
@@ -80,6 +85,7 @@ def unpack(values: dict[str, Any]) -> dict[str, Any]:
     options = [call[name] for name in ("cell_type", "bidirectional", "reverse")]
     if not hasattr(call["inputs"], "dtype") or any(isinstance(x, jax.core.Tracer) for x in options):
         return call  # the check of types says more
+    _spec.check_library(f"`{OP}`: `inputs`", call["inputs"])
     cell_type = call["cell_type"]
     if cell_type not in GATES:
         raise ValueError(f"`{OP}`: `cell_type` must be one of {[*GATES]}; got {cell_type!r}.")
@@ -93,7 +99,8 @@ def unpack(values: dict[str, Any]) -> dict[str, Any]:
     features, known = call["inputs"].shape[2], parts["w_ih"].shape[2]
     if features != known:
         raise ValueError(
-            f"`{OP}`: `weights['w_ih']` must take the {features} features of `inputs`; got {known}."
+            f"`{OP}`: `weights[{_spelling(values['weights'])['w_ih']!r}]` must take the {features} "
+            f"features of `inputs`; got {known}."
         )
     return call | parts | _take_states(call, values["hidden"], parts["w_hh"].shape[2])
 
@@ -105,44 +112,53 @@ def _take_weights(weights: Any, cell_type: str, bidirectional: bool) -> dict[str
             f"`{OP}`: `weights` must be a dict with `w_ih`, `w_hh` and, if there are biases, "
             f"`b_ih`, `b_hh`; got {type(weights).__name__}."
         )
-    names = ["w_ih", "w_hh", *(n for n in ("b_ih", "b_hh") if _has(weights, n, bidirectional))]
+    spelling = _spelling(weights)
     endings = ("", "_reverse") if bidirectional else ("",)
-    expected = [name + ending for ending in endings for name in names]
     present = [name for name in weights if weights[name] is not None]
+    biases = [n for n in ("b_ih", "b_hh") if any(spelling[n] + e in present for e in endings)]
+    names = ["w_ih", "w_hh", *biases]
+    expected = [spelling[name] + ending for ending in endings for name in names]
     if missing := [name for name in expected if name not in present]:
         hint = " Reverse weights end in `_reverse`." if bidirectional else ""
         raise ValueError(f"`{OP}`: `weights` must have {expected}; {missing} missing.{hint}")
     if extra := [name for name in present if name not in expected]:
         hint = " Reverse weights need `bidirectional=True`." if not bidirectional else ""
+        if any("_l" in str(name) and "_l0" not in str(name) for name in extra):
+            hint = " One call is one layer: the next takes the outputs of this one."
         raise ValueError(f"`{OP}`: `weights` must have {expected} alone; got also {extra}.{hint}")
-    for name in expected:
-        _check_weight(weights, name, cell_type)
-    return {n: jnp.stack([jnp.asarray(weights[n + e]) for e in endings]) for n in names}
+    for name in names:
+        for ending in endings:
+            _check_weight(weights, spelling, name, ending, cell_type)
+    return {n: jnp.stack([jnp.asarray(weights[spelling[n] + e]) for e in endings]) for n in names}
 
 
-def _has(weights: Mapping[str, Any], name: str, bidirectional: bool) -> bool:
-    names = (name, f"{name}_reverse") if bidirectional else (name,)
-    return any(weights.get(n) is not None for n in names)
+def _spelling(weights: Mapping[str, Any]) -> dict[str, str]:
+    """Our names of the weights as the call spells them: ours, or torch's for layer 0."""
+    torch = any(str(name).startswith(("weight_", "bias_")) for name in weights)
+    return _TORCH_NAMES if torch else {name: name for name in _TORCH_NAMES}
 
 
-def _check_weight(weights: Mapping[str, Any], name: str, cell_type: str) -> None:
-    gates, shape = GATES[cell_type], getattr(weights[name], "shape", None)
-    first, states = weights["w_ih"], weights["w_hh"]
+def _check_weight(
+    weights: Mapping[str, Any], spelling: dict[str, str], name: str, ending: str, cell_type: str
+) -> None:
+    first, states = weights[spelling["w_ih"]], weights[spelling["w_hh"]]
+    spelled = spelling[name] + ending
+    gates, shape = GATES[cell_type], getattr(weights[spelled], "shape", None)
     if shape is None:
-        got = type(weights[name]).__name__
-        raise TypeError(f"`{OP}`: `weights[{name!r}]` must be an array; got {got}.")
-    rule = {"w_ih": f"[{gates} * d, i]", "w_hh": f"[{gates} * d, d]"}
-    rule = rule.get(name.removesuffix("_reverse"), f"[{gates} * d]")
+        got = type(weights[spelled]).__name__
+        raise TypeError(f"`{OP}`: `weights[{spelled!r}]` must be an array; got {got}.")
+    _spec.check_library(f"`{OP}`: `weights[{spelled!r}]`", weights[spelled])
+    rule = {"w_ih": f"[{gates} * d, i]", "w_hh": f"[{gates} * d, d]"}.get(name, f"[{gates} * d]")
     d = states.shape[-1] if getattr(states, "ndim", 0) == 2 else None
     wanted: tuple[Any, ...] = (None if d is None else gates * d,)
-    if name.startswith("w_hh"):
+    if name == "w_hh":
         wanted += (d,)
-    elif name.startswith("w_ih"):
+    elif name == "w_ih":
         wanted += (first.shape[-1] if getattr(first, "ndim", 0) == 2 else None,)
     if shape != wanted:
-        of = "" if d is None else f" with d={d} (from `w_hh`)"
+        of = "" if d is None else f" with d={d} (from `{spelling['w_hh']}`)"
         raise ValueError(
-            f"`{OP}`: `weights[{name!r}]` of a {cell_type} must be {rule}{of}; got {shape}."
+            f"`{OP}`: `weights[{spelled!r}]` of a {cell_type} must be {rule}{of}; got {shape}."
         )
 
 
@@ -235,14 +251,12 @@ def finish(args: RecurrentArgs, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_values(values: dict[str, Any]) -> None:
-    """Checks concrete lengths, for `EJKERNEL_DEBUG`; traced ones pass."""
-    lengths = values["lengths"]
-    if lengths is None or isinstance(lengths, jax.core.Tracer):
-        return
-    host, t = np.asarray(lengths), values["inputs"].shape[1]
-    if (host < 0).any() or (host > t).any():
+    """Checks known lengths, for `EJKERNEL_DEBUG`."""
+    lengths, t = _spec.known(values["lengths"]), values["inputs"].shape[1]
+    if lengths is not None and ((lengths < 0).any() or (lengths > t).any()):
         raise ValueError(
-            f"`{OP}`: `lengths` must be from 0 to the {t} steps of `inputs`; got {host.tolist()}."
+            f"`{OP}`: `lengths` must be from 0 to the {t} steps of `inputs`; got "
+            f"{_spec.brief(lengths)}."
         )
 
 

@@ -52,7 +52,8 @@ def blocksparse_attention(
         be 1), with nq = ceil(t / block_size), nk = ceil(s / block_size). May be traced.
       block_size: Queries and keys of a block; the last block may be partial.
       bias: Added to the scaled scores; differentiable, summed over its broadcast axes.
-      attention_mask: True or nonzero where a query may see a key.
+      attention_mask: Bool or integer, nonzero where a query may see a key; an additive mask is a
+        `bias`.
       causal: See only keys at or before the query's position.
       softmax_scale: Default: head size ** -0.5.
       sliding_window: Keys visible to the left and right; an int means both, -1 no limit.

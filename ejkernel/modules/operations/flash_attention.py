@@ -51,7 +51,8 @@ def flash_attention(
       query: Queries; their heads must be a multiple of the key heads.
       key: Keys.
       value: Values; their head size may differ.
-      attention_mask: True or nonzero where a query may see a key.
+      attention_mask: Bool or integer, nonzero where a query may see a key; an additive mask is a
+        `bias`.
       bias: Added to the scaled scores; differentiable, summed over its broadcast axes.
       causal: See only keys at or before the query's position.
       softmax_scale: Default: head size ** -0.5.

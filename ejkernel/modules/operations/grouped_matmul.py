@@ -34,11 +34,11 @@ def grouped_matmul(
 
     Args:
       lhs: Rows, sorted by group.
-      rhs: One matrix a group.
+      rhs: One matrix a group; its float dtype may differ from that of `lhs`.
       group_sizes: Rows of each group, summing to at most m; may be traced. Only for two axes.
       transpose_rhs: The matrices of `rhs` are [n, k].
-      preferred_element_type: Dtype of the output. Default: that of `lhs`. Sums are always in
-        float32 at least.
+      preferred_element_type: Dtype of the output. Default: the one both operands promote
+        to. Sums are always in float32 at least.
       group_offset: The group of `rhs[0]`, when `group_sizes` also counts groups held elsewhere;
         their rows are not computed.
       existing_out: Values of the rows that are not computed, instead of 0; differentiable.

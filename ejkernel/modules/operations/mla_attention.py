@@ -56,7 +56,8 @@ def mla_attention(
       w_vc: Up-projection to values.
       b_q: Rope part of the queries, [b, t, h, r] or, shared by all heads, [b, t, r].
       b_k: Rope part of the keys, shared by all heads.
-      attention_mask: True or nonzero where a query may see a key.
+      attention_mask: Bool or integer, nonzero where a query may see a key; an additive mask is a
+        `bias`.
       bias: Added to the scaled scores; differentiable, summed over its broadcast axes.
       causal: See only keys at or before the query's position.
       softmax_scale: Multiplies the whole score. Default: (d + r) ** -0.5.

@@ -37,10 +37,10 @@ def native_sparse_attention(
 
     A gate of None leaves its branch out; without gates the output is the selected branch. Keys are
     cut into blocks, from the start of each sequence. *Compressed*: attention over the mean keys and
-    values of the blocks that end at or before the query. *Selected*: attention over the keys of the
-    query's own block and of the blocks with the largest compressed weights, summed over the query
-    heads of a key head; ties go to the lower index. *Window*: attention over the latest keys. A
-    branch that sees no key gives 0.
+    values of the full blocks that end at or before the query. *Selected*: attention over the keys
+    of the query's own block and of the blocks with the largest compressed weights, summed over the
+    query heads of a key head; ties go to the lower index. *Window*: attention over the latest keys.
+    A branch that sees no key gives 0.
 
     Args:
       query: Queries; their heads must be a multiple of the key heads.

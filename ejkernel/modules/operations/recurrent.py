@@ -43,7 +43,7 @@ def recurrent(
         `bidirectional`; None for zeros.
       weights: `w_ih` and `w_hh`, with the rows of all gates, and the biases `b_ih` and `b_hh`, if
         there are any; with `bidirectional` also those of the other direction, the same names and
-        `_reverse`.
+        `_reverse`. Or with torch's names, `weight_ih_l0`, `bias_ih_l0` and so on.
       cell_type: "lstm", "gru" or "rnn".
       bidirectional: Run both ways; outputs are concatenated, states stacked.
       activation: "tanh", "sigmoid", "relu", "softsign", "identity" or a function that acts on each

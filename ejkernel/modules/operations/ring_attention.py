@@ -54,8 +54,8 @@ def ring_attention(
         collects all keys on each device; "auto" chooses (docs/ops/ring_attention.md).
       layout: How the tokens are stored: "contiguous", or "zigzag" as by `to_zigzag`, which shares
         causal work evenly. Nothing is reordered.
-      attention_mask: True or nonzero where a query may see a key; rows as stored, columns by the
-        position of the key in the whole sequence.
+      attention_mask: Bool or integer, nonzero where a query may see a key; rows as stored, columns
+        by the position of the key in the whole sequence.
       bias: Added to the scaled scores, laid out like `attention_mask`; differentiable.
       softmax_scale: Default: head size ** -0.5.
       dropout_prob: Share of weights dropped; over several devices only with "ulysses".

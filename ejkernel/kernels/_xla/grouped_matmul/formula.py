@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._specs.grouped_matmul import out_dtype
 from ejkernel.kernels._xla._blocks import loops
 from ejkernel.kernels._xla._blocks.pairs import pad, wide
 from ejkernel.kernels._xla.grouped_matmul import fwd, plan
@@ -18,7 +19,7 @@ _ROWS = 128
 
 def grouped_matmul(args: Any) -> tuple[jax.Array]:
     """The output."""
-    dtype = jnp.dtype(args.preferred_element_type or args.lhs.dtype)
+    dtype = out_dtype(args)
     lhs, rhs = args.lhs, args.rhs
     if lhs.ndim == 4 or 0 in (*lhs.shape, *rhs.shape):
         return fwd.forward(args, None)[0]
@@ -26,7 +27,7 @@ def grouped_matmul(args: Any) -> tuple[jax.Array]:
     block_m = min(_ROWS, max(m // rhs.shape[0], 8))
     rows = plan.make(args, block_m)
     columns = rhs.shape[-2 if args.transpose_rhs else -1]
-    out = jnp.zeros((m + block_m, columns), wide(lhs.dtype))
+    out = jnp.zeros((m + block_m, columns), wide(jnp.promote_types(lhs.dtype, rhs.dtype)))
     lhs = pad(lhs, 0, m + block_m)
 
     @jax.checkpoint

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._specs.grouped_matmul import out_dtype
 from ejkernel.kernels._xla._blocks import loops, pairs
 from ejkernel.kernels._xla._blocks.pairs import pad
 from ejkernel.kernels._xla.grouped_matmul import config, plan
@@ -17,7 +18,7 @@ from ejkernel.kernels._xla.grouped_matmul import config, plan
 
 def forward(args: Any, cfg: config.Config | None) -> tuple[tuple[jax.Array], tuple[()]]:
     """The output; there are no residuals. A call without blocks needs no configuration."""
-    dtype = jnp.dtype(args.preferred_element_type or args.lhs.dtype)
+    dtype = out_dtype(args)
     if args.lhs.ndim == 4:
         return (product(args.lhs, args.rhs, args.transpose_rhs, dtype),), ()
     if 0 in (*args.lhs.shape, *args.rhs.shape):

@@ -28,11 +28,10 @@ def backward(
     """Gradients of the wanted arguments."""
     if fwd.is_empty(args):
         return {name: jnp.zeros_like(getattr(args, name)) for name in wanted}
+    args = fwd.without_padding(args)
     have, x = fwd.branches(args), Operands(args)
     dout = cotangents[0].astype(x.dtype)
     grads: dict[str, Any] = {}
-    if args.g_swa is not None:
-        grads["g_swa"] = jnp.zeros_like(args.g_swa)
     parts = []
     if have.compressed:
         dgate, *part = _compressed(x, cfg, x.queries(args.g_cmp), x.queries(dout))

@@ -20,6 +20,7 @@ def native_sparse_attention(args: Any) -> tuple[jax.Array]:
     """Outputs of `native_sparse_attention`."""
     if fwd.is_empty(args):
         return (jnp.zeros((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype),)
+    args = fwd.without_padding(args)
     have, x = fwd.branches(args), fwd.Operands(args)
     size = min(_ROWS, x.t)
     count = -(-x.t // size)

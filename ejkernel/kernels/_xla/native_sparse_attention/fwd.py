@@ -10,6 +10,7 @@
 Layout inside: [m, t, r, d], m batch rows times key heads, r query heads to a key head.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from ejkernel.kernels._xla._blocks import loops, softmax
 from ejkernel.kernels._xla._blocks.pairs import multiply, pad, precision, wide
 from ejkernel.kernels._xla.flash_attention import fwd as flash
 from ejkernel.kernels._xla.native_sparse_attention import config, schedule, select, table
+from ejkernel.xla_utils import segments
 
 
 class Branches(NamedTuple):
@@ -31,10 +33,22 @@ class Branches(NamedTuple):
 
 
 def branches(args: Any) -> Branches:
-    """Those with a gate; without gates, the selection. A window of no key gives nothing."""
-    alone = args.g_cmp is None and args.g_slc is None and args.g_swa is None
-    window = args.g_swa is not None and args.window_size > 0
-    return Branches(args.g_cmp is not None, alone or args.g_slc is not None, window)
+    """Those with a gate; without gates, the selection."""
+    compressed, selected, window = (g is not None for g in (args.g_cmp, args.g_slc, args.g_swa))
+    return Branches(compressed, selected or not (compressed or window), window)
+
+
+def without_padding(args: Any) -> Any:
+    """A call whose gates are 0 at tokens of no sequence, where they may hold anything."""
+    if args.cu_seqlens is None:
+        return args
+    ids = segments.cu_seqlens_to_segment_ids(args.cu_seqlens, args.query.shape[1])
+    inside = (ids >= 0)[None, :, None]
+    gates = {name: getattr(args, name) for name in ("g_cmp", "g_slc", "g_swa")}
+    return dataclasses.replace(
+        args,
+        **{name: g if g is None else jnp.where(inside, g, 0) for name, g in gates.items()},
+    )
 
 
 def is_empty(args: Any) -> bool:
@@ -105,7 +119,7 @@ class Operands:
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[jax.Array, ...]]:
     """The output; residuals are named in the spec, those of absent branches are empty."""
-    have = branches(args)
+    args, have = without_padding(args), branches(args)
     out_shape = (*args.query.shape[:3], args.value.shape[-1])
     out = loops.vary_like(jnp.zeros(out_shape, wide(args.query.dtype)), args.query)
     none = loops.vary_like(jnp.zeros(0, out.dtype), args.query)

@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
 
     first: Any  # [t]
     own: Any  # [t]
-    stop: Any  # [t], one past the last block whose every token is at or before this one
+    stop: Any  # [t], one past the last full block that ends at or before this token
 
 
 class Table(NamedTuple):
@@ -48,7 +48,8 @@ def make(args: Any) -> Table:
         count = np.minimum(size, t - start).astype(np.int32)
         token = np.arange(t, dtype=np.int32)
         own, first = token // size, np.zeros(t, np.int32)
-        done = token == np.minimum((own + 1) * size, t) - 1
+        # by the call's own size: a row that is shorter than a block completes none
+        done = (token + 1) % args.block_size == 0
         return Table(start, count, Tokens(first, own, own + done))
     pooled = MeanPoolingArgs(
         inputs=args.key, mask=None, cu_seqlens=args.cu_seqlens, chunk_size=args.block_size
@@ -56,8 +57,7 @@ def make(args: Any) -> Table:
     made = rows.make(pooled)
     start = jnp.where(made.count > 0, made.stop - made.count, 0)
     position = segments.cu_seqlens_to_positions(args.cu_seqlens, t)
-    token = jnp.arange(t, dtype=jnp.int32)
-    done = token == made.stop[made.of_token] - 1
+    done = (position + 1) % args.block_size == 0
     own = jnp.where(made.inside, made.of_token, -1)
     first = jnp.where(made.inside, made.of_token - position // size, 0)
     stop = jnp.where(made.inside, own + done, 0)
