@@ -56,15 +56,17 @@ def _pages() -> Any:
     keys = jax.random.split(jax.random.key(1), 3)
     order = np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks)
     lens = jnp.asarray(np.linspace(s // 2, s, batch), jnp.int32)
-    starts = jnp.arange(batch + 1)
+    starts, scale = jnp.arange(batch + 1), (l + r) ** -0.5
 
     def ours(q_nope, q_pe, pages, lens, tables):
-        return mla_page_attention(q_nope, q_pe, pages, lens, tables, starts, batch)
+        return mla_page_attention(
+            q_nope, q_pe, pages, lens, tables, starts, batch, softmax_scale=scale
+        )
 
     def peer(q_nope, q_pe, pages, lens, tables):
         rows = pages[tables].reshape(batch, s, l + r)
         query = jnp.concatenate([q_nope, q_pe], -1)
-        scores = jnp.einsum("bhd,bsd->bhs", query, rows) * (l + r) ** -0.5
+        scores = jnp.einsum("bhd,bsd->bhs", query, rows) * scale
         seen = (jnp.arange(s)[None] < lens[:, None])[:, None]
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("bhs,bsl->bhl", weights, rows[..., :l])

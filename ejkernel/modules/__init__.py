@@ -21,6 +21,8 @@ from ejkernel.kernels._specs.recurrent import RecurrentConfig
 from ejkernel.kernels._specs.ring_attention import RingAttentionConfig
 from ejkernel.kernels._specs.sampled_matmul import SampledMatmulConfig
 from ejkernel.kernels._specs.sparse_matmul import SparseMatmulConfig
+from ejkernel.kernels._specs.update_kv_pages import UpdateKVPagesConfig
+from ejkernel.kernels._specs.update_latent_pages import UpdateLatentPagesConfig
 from ejkernel.kernels._specs.update_paged_cache import UpdatePagedCacheConfig
 from ejkernel.modules.operations.apply_native_sparse_attention import (
     ApplyNativeSparseAttention,
@@ -73,6 +75,11 @@ from ejkernel.modules.operations.recurrent import Recurrent, recurrent
 from ejkernel.modules.operations.ring_attention import RingAttention, ring_attention
 from ejkernel.modules.operations.sampled_matmul import SampledMatmul, sampled_matmul
 from ejkernel.modules.operations.sparse_matmul import SparseMatmul, sparse_matmul
+from ejkernel.modules.operations.update_kv_pages import UpdateKVPages, update_kv_pages
+from ejkernel.modules.operations.update_latent_pages import (
+    UpdateLatentPages,
+    update_latent_pages,
+)
 from ejkernel.modules.operations.update_paged_cache import (
     UpdatePagedCache,
     pages_from_interleaved,
@@ -132,6 +139,10 @@ __all__ = [
     "SampledMatmulConfig",
     "SparseMatmul",
     "SparseMatmulConfig",
+    "UpdateKVPages",
+    "UpdateKVPagesConfig",
+    "UpdateLatentPages",
+    "UpdateLatentPagesConfig",
     "UpdatePagedCache",
     "UpdatePagedCacheConfig",
     "apply_native_sparse_attention",
@@ -166,5 +177,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sparse_matmul",
     "to_zigzag",
+    "update_kv_pages",
+    "update_latent_pages",
     "update_paged_cache",
 ]

@@ -25,6 +25,7 @@ STARTS = np.array([0, 0, 1, 4, 6, 7, 19])  # 0, 1, 3, 2, 1 and 12 queries
 TOKENS = 22  # three belong to nobody
 SUMS = np.concatenate([[0], np.cumsum(LENGTHS)])
 SCALE = (D + R) ** -0.5
+attend = functools.partial(mla_page_attention, softmax_scale=SCALE)
 
 
 def setup(fill=np.nan):
@@ -76,7 +77,7 @@ def test_equals_latent_attention_of_packed_sequences(name):
     )
     q_nope = jnp.einsum("nhd,lhd->nhl", query, w_kc, precision="highest")
     options = OPTIONS[name] | {"softmax_scale": SCALE, "return_lse": True}
-    out, lse = jax.jit(lambda *xs: mla_page_attention(*xs, COUNT, **options))(q_nope, q_pe, *rest)
+    out, lse = jax.jit(lambda *xs: attend(*xs, COUNT, **options))(q_nope, q_pe, *rest)
     out = jnp.einsum("nhl,lhe->nhe", out, w_vc, precision="highest")
     expected, expected_lse = mla_attention(
         query[None],
@@ -107,19 +108,16 @@ def test_values_by_hand():
     np.testing.assert_allclose(out[0, 0], [3.5], rtol=1e-6)
     np.testing.assert_allclose(lse[0, 0], np.log(4.0), rtol=1e-6)
     assert out[1, 0, 0] == 0
-    # the default scale is that of l + r = 2 elements
-    half = run(starts, 1, sliding_window=1)
-    assert_close([half], [run(starts, 1, sliding_window=1, softmax_scale=2**-0.5)])
 
 
 def test_what_nobody_sees_changes_no_bit():
     results = []
     for fill in (0.0, np.nan, np.inf):
         xs, _ = setup(fill)
-        results.append(mla_page_attention(*xs, COUNT, sliding_window=6, return_lse=True))
+        results.append(attend(*xs, COUNT, sliding_window=6, return_lse=True))
     (*xs, lens, tables, starts), _ = setup(0.0)
     tables = jnp.where(jnp.arange(BLOCKS)[None] * W >= lens[:, None], 0, tables)
-    again = mla_page_attention(*xs, lens, tables, starts, COUNT, sliding_window=6, return_lse=True)
+    again = attend(*xs, lens, tables, starts, COUNT, sliding_window=6, return_lse=True)
     for other in (*results[1:], again):
         for a, b in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -129,26 +127,26 @@ def test_what_nobody_sees_changes_no_bit():
 def test_garbage_that_is_seen_shows():
     (q_nope, q_pe, pages, lens, tables, starts), _ = setup(0.0)
     pages = pages.at[tables[5, 1], 2, 1].set(jnp.nan)  # position 6 of the last sequence
-    out = mla_page_attention(q_nope, q_pe, pages, lens, tables, starts, COUNT)
+    out = attend(q_nope, q_pe, pages, lens, tables, starts, COUNT)
     assert np.isfinite(out[:13]).all()
     assert np.isnan(out[13:19]).all()
 
 
 def test_sequences_that_do_not_count_give_nothing():
     xs, _ = setup()
-    run = jax.jit(lambda count: mla_page_attention(*xs, count))
+    run = jax.jit(lambda count: attend(*xs, count))
     full, some = run(jnp.asarray(COUNT)), run(jnp.asarray([3]))
     np.testing.assert_array_equal(some[: STARTS[3]], full[: STARTS[3]])
     assert (some[STARTS[3] :] == 0).all()
     assert (run(jnp.asarray(0)) == 0).all()
-    through = create_default_executor()(MLAPageAttention(), *xs, COUNT)
+    through = create_default_executor()(MLAPageAttention(), *xs, COUNT, softmax_scale=SCALE)
     np.testing.assert_allclose(through, full, rtol=1e-6, atol=1e-6)
 
 
 def test_surplus_queries_see_nothing():
     (*xs, lens, tables, starts), _ = setup()
-    full = mla_page_attention(*xs, lens, tables, starts, COUNT)
-    short = mla_page_attention(*xs, lens.at[5].set(5), tables, starts, COUNT)
+    full = attend(*xs, lens, tables, starts, COUNT)
+    short = attend(*xs, lens.at[5].set(5), tables, starts, COUNT)
     assert (short[7 : 7 + ROOM - 5] == 0).all()
     assert np.isfinite(short).all()
     np.testing.assert_array_equal(short[:7], full[:7])
@@ -161,9 +159,9 @@ def test_one_scale_widens_narrow_pages(dtype, query_dtype):
     factor = 20.0 if dtype == "int8" else 1.0
     narrow = (pages * factor).astype(dtype)
     narrow_q = (q.astype(query_dtype) for q in (q_nope, q_pe))
-    out = mla_page_attention(*narrow_q, narrow, *rest, COUNT, k_scale=1.5 / factor)
+    out = attend(*narrow_q, narrow, *rest, COUNT, k_scale=1.5 / factor)
     widened = narrow.astype(jnp.float32) * (1.5 / factor)
-    expected = mla_page_attention(q_nope, q_pe, widened, *rest, COUNT)
+    expected = attend(q_nope, q_pe, widened, *rest, COUNT)
     assert out.dtype == jnp.dtype(query_dtype)
     rtol = 2e-5 if query_dtype == "float32" else 4e-2
     limit = rtol * np.abs(expected).max()
@@ -175,7 +173,7 @@ def test_nothing_to_attend_to(sizes):
     tokens, count, blocks, pages = sizes
     lens = jnp.full(count, 2 if 0 in (blocks, pages) else 0, jnp.int32)
     starts = jnp.minimum(jnp.arange(count + 1), tokens)
-    out, lse = mla_page_attention(
+    out, lse = attend(
         jnp.ones((tokens, HEADS, L)),
         jnp.ones((tokens, HEADS, R)),
         jnp.ones((pages, W, L + R)),
@@ -194,7 +192,7 @@ def test_heads_may_be_split_over_devices():
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     xs, _ = setup()
     sinks = jnp.arange(4.0)[:, None]
-    split = mla_page_attention(
+    split = attend(
         *xs,
         COUNT,
         softmax_aux=sinks,
@@ -202,11 +200,11 @@ def test_heads_may_be_split_over_devices():
         in_specs={"q_nope": P(None, "model")},
         out_specs=P(None, "model"),
     )
-    expected = mla_page_attention(*xs, COUNT, softmax_aux=sinks)
+    expected = attend(*xs, COUNT, softmax_aux=sinks)
     np.testing.assert_allclose(split, expected, rtol=1e-6, atol=1e-6)
     place = {"in_specs": {"q_nope": P("model")}, "out_specs": P("model")}
     with pytest.raises(ValueError, match="splits axis 'n' of `q_nope`"):
-        mla_page_attention(*xs, COUNT, mesh=mesh, **place)
+        attend(*xs, COUNT, mesh=mesh, **place)
 
 
 def test_memory_is_a_few_pages_a_row():
@@ -222,7 +220,7 @@ def test_memory_is_a_few_pages_a_row():
         shape((count + 1,), jnp.int32),
         shape((), jnp.int32),
     )
-    memory = jax.jit(mla_page_attention).lower(*args).compile().memory_analysis()
+    memory = jax.jit(attend).lower(*args).compile().memory_analysis()
     assert memory.temp_size_in_bytes < pages.size * 4 // 4
 
 
@@ -230,20 +228,22 @@ def test_double_precision():
     xs, _ = setup(0.0)
     with jax.enable_x64(True):
         wide = [x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in xs]
-        out = mla_page_attention(*wide, COUNT)
+        out = attend(*wide, COUNT)
         assert out.dtype == jnp.float64
-        assert_close([mla_page_attention(*xs, COUNT)], [out])
+        assert_close([attend(*xs, COUNT)], [out])
 
 
 def test_errors_say_what_to_do():
     (q_nope, q_pe, pages, lens, tables, starts), _ = setup()
-    call = functools.partial(mla_page_attention, q_nope, q_pe)
+    call = functools.partial(attend, q_nope, q_pe)
+    with pytest.raises(ValueError, match=r"`softmax_scale` is required.*`softmax_scale=\(d \+ 4\)"):
+        mla_page_attention(q_nope, q_pe, pages, lens, tables, starts, COUNT)
     with pytest.raises(ValueError, match=r"`kv_pages` must have rows of 8 \+ 4, .* got 11"):
         call(pages[..., :-1], lens, tables, starts, COUNT)
     with pytest.raises(TypeError, match="`kv_pages` must have the dtype of `q_nope`, float32, or"):
         call(pages.astype(jnp.bfloat16), lens, tables, starts, COUNT)
     with pytest.raises(TypeError, match="`q_pe` must have the dtype of `q_nope`"):
-        mla_page_attention(q_nope, q_pe.astype(jnp.bfloat16), pages, lens, tables, starts, COUNT)
+        attend(q_nope, q_pe.astype(jnp.bfloat16), pages, lens, tables, starts, COUNT)
     with pytest.raises(ValueError, match=r"`query_start_loc` must be \[7\], one more"):
         call(pages, lens, tables, starts[1:], COUNT)
     with pytest.raises(ValueError, match="`num_seqs` must be one number"):
@@ -254,7 +254,7 @@ def test_errors_say_what_to_do():
         call(pages, lens, tables, starts, COUNT, num_splits=0)
     rest = (q_pe, pages, lens, tables, starts, COUNT)
     with pytest.raises(UnsupportedError, match="no derivative with respect to `q_nope`"):
-        jax.grad(lambda q: mla_page_attention(q, *rest).sum())(q_nope)
+        jax.grad(lambda q: attend(q, *rest).sum())(q_nope)
 
 
 def test_lengths_are_checked_under_debug():
@@ -263,9 +263,9 @@ def test_lengths_are_checked_under_debug():
         _settings.override(debug=True),
         pytest.raises(ValueError, match="`mla_page_attention`: a sequence must not have more quer"),
     ):
-        mla_page_attention(*xs, lens.at[5].set(5), tables, starts, COUNT)
+        attend(*xs, lens.at[5].set(5), tables, starts, COUNT)
     with (
         _settings.override(debug=True),
         pytest.raises(ValueError, match="`mla_page_attention`: `block_tables` must name pages in"),
     ):
-        mla_page_attention(*xs, lens, tables.at[5, 0].set(99), starts, COUNT)
+        attend(*xs, lens, tables.at[5, 0].set(99), starts, COUNT)

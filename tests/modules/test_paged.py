@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel import modules
 from ejkernel.errors import EjkernelWarning, UnsupportedError
 from ejkernel.modules import UpdatePagedCache, create_default_executor
 from ejkernel.modules.operations.flash_attention import flash_attention
@@ -23,6 +24,7 @@ from ejkernel.modules.operations.update_paged_cache import (
     update_paged_cache,
 )
 from ejkernel.ops.execution.executor import default_executor
+from tests.kernels import harness
 
 W, BLOCKS, HEADS, GROUPS, D, E = 4, 3, 4, 2, 8, 6
 ROOM = W * BLOCKS
@@ -433,6 +435,52 @@ def test_update_wants_the_dtype_of_the_cache():
     kc, vc, k, v, slots = written()
     with pytest.raises(TypeError, match="`keys` must have the dtype of `key_cache`"):
         jax.jit(update_paged_cache)(kc, vc, k.astype(jnp.bfloat16), v, slots)
+
+
+@pytest.mark.parametrize("op", ["update_kv_pages", "update_latent_pages"])
+def test_pages_of_other_layouts_are_written_in_place(op):
+    update, case = getattr(modules, op), harness.find_case(op, "plain")
+    pages, *new = case.values(jnp.float32, jax.random.key(4)).values()
+    with pytest.warns(EjkernelWarning, match=f"`{op}`: .*donate_cache=True"):
+        expected = update(pages, *new)
+    made = jax.jit(update, donate_argnums=0).lower(pages, *new).compile()
+    assert made.memory_analysis().alias_size_in_bytes == pages.nbytes
+    of_pages = rf" = f32\[{','.join(map(str, pages.shape))}\]\S* copy\("
+    assert not re.search(of_pages, made.as_text())
+    given = pages + 0
+    np.testing.assert_array_equal(update(given, *new, donate_cache=True), expected)
+    assert given.is_deleted()
+    np.testing.assert_array_equal(made(pages, *new), expected)
+
+
+def test_layouts_agree():
+    """What a step writes into one layout is what it writes into the other."""
+    kc, _, k, _, slots = written()
+    vc, v = 2 * kc, 3 * k
+    both = jax.jit(modules.update_kv_pages)(pages_to_interleaved(kc, vc), k, v, slots)
+    caches = jax.jit(update_paged_cache)(kc, vc, k, v, slots)
+    np.testing.assert_array_equal(both, pages_to_interleaved(*caches))
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "error", "message"),
+    [
+        ("update_kv_pages", [(3, W, 3, D), (5, 2, D), (5, 2, D)], ValueError, "4 heads.* got 3"),
+        ("update_kv_pages", [(3, W, 4, D), (5, 2, D), (5, 1, D)], ValueError, "`values`"),
+        ("update_latent_pages", [(3, W, 9), (5, 6), (5, 2)], ValueError, "width of 8.* got 9"),
+        ("update_latent_pages", [(3, W, 8), (5, 6), (4, 2)], ValueError, "`ropes`"),
+        (
+            "update_latent_pages",
+            [(3, W, 8), (5, 6), None],
+            TypeError,
+            "dtype of `kv_pages`",
+        ),
+    ],
+)
+def test_errors_of_writers_name_the_argument(op, shapes, error, message):
+    arrays = [jnp.ones((5, 2), jnp.bfloat16) if s is None else jnp.ones(s) for s in shapes]
+    with pytest.raises(error, match=f"`{op}`: .*{message}"):
+        jax.jit(getattr(modules, op))(*arrays, jnp.arange(5))
 
 
 def test_layouts_of_pages():

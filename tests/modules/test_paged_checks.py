@@ -14,6 +14,8 @@ from ejkernel.modules import (
     page_attention,
     ragged_decode_attention,
     ragged_page_attention,
+    update_kv_pages,
+    update_latent_pages,
     update_paged_cache,
 )
 
@@ -51,6 +53,18 @@ def update(slots):
     return update_paged_cache(*caches, *new, jnp.asarray(slots), donate_cache=True)
 
 
+def update_kv(slots):
+    new = [random(i, len(slots), GROUPS, D) for i in (3, 4)]
+    pages = random(1, PAGES, W, 2 * GROUPS, D)
+    return update_kv_pages(pages, *new, jnp.asarray(slots), donate_cache=True)
+
+
+def update_latent(slots):
+    new = [random(i, len(slots), width) for i, width in ((3, D), (4, 2))]
+    pages = random(1, PAGES, W, D + 2)
+    return update_latent_pages(pages, *new, jnp.asarray(slots), donate_cache=True)
+
+
 BAD = {
     "long": (functools.partial(paged, LENS.at[1].set(9)), "got 9 for sequence 1"),
     "negative": (functools.partial(paged, LENS.at[2].set(-1)), "got -1 for sequence 2"),
@@ -71,6 +85,11 @@ BAD = {
     "backwards": (functools.partial(decode, start=(0, 2, 4)), "got .4, 3. for sequence 2"),
     "slot": (functools.partial(update, [3, -1, 24]), "got 24 for token 2"),
     "twice": (functools.partial(update, [3, -1, -1, 7, 3]), "got 3 for tokens 0 and 4"),
+    "kv_slot": (
+        functools.partial(update_kv, [3, 24]),
+        "`update_kv_pages`: .*got 24 for token 1",
+    ),
+    "latent_slot": (functools.partial(update_latent, [3, -2]), "`update_latent_pages`: .*got -2"),
 }
 
 
@@ -86,7 +105,8 @@ def test_debug_lets_good_calls_pass():
         assert np.isfinite(paged()).all()
         assert np.isfinite(ragged(count=2, lens=LENS.at[2].set(99))).all()
         assert np.isfinite(decode()).all()
-        assert all(np.isfinite(x).all() for x in update([3, -1, -1, 23]))
+        for write in (update, update_kv, update_latent):
+            assert all(np.isfinite(x).all() for x in write([3, -1, -1, 23]))
         assert np.isfinite(jax.jit(paged)(LENS, TABLES)).all()
 
 
@@ -140,6 +160,8 @@ TUNED = (
     "page_attention",
     "ragged_page_attention",
     "ragged_page_attention_v3",
+    "update_kv_pages",
+    "update_latent_pages",
     "update_paged_cache",
 )
 

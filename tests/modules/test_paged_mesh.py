@@ -11,6 +11,8 @@ from ejkernel.errors import EjkernelWarning
 from ejkernel.modules import (
     ragged_page_attention,
     ragged_page_attention_v3,
+    update_kv_pages,
+    update_latent_pages,
     update_paged_cache,
 )
 from tests.kernels import harness
@@ -136,3 +138,22 @@ def test_update_over_two_devices():
     caches = {name: made.pop(name) + 0 for name in ("key_cache", "value_cache")}
     expected = update_paged_cache(**caches, **made)
     assert_same(update_paged_cache(**caches, **made, **given, donate_cache=True), expected)
+
+
+def test_update_of_interleaved_pages_over_two_devices():
+    made = harness.find_case("update_kv_pages", "plain").values(jnp.float32, jax.random.key(3))
+    given = {"mesh": make_mesh(2), "in_specs": (PAGES, HEADS, HEADS), "out_specs": PAGES}
+    np.testing.assert_array_equal(update_kv_pages(**made, **given), update_kv_pages(**made))
+    with pytest.raises(ValueError, match="4 devices do not divide the 2 elements of axis 'g'"):
+        update_kv_pages(**made, **given | {"mesh": make_mesh(4)})
+    one = made | {"kv_pages": made["kv_pages"][:, :, :2]}
+    one |= {name: made[name][:, :1] for name in ("keys", "values")}
+    with pytest.raises(ValueError, match="'g2' of `kv_pages`"):
+        update_kv_pages(**one, **given)
+
+
+def test_latent_pages_are_not_split():
+    made = harness.find_case("update_latent_pages", "plain").values(jnp.float32, jax.random.key(3))
+    given = {"mesh": make_mesh(2), "in_specs": (P("x"),), "out_specs": P("x")}
+    with pytest.raises(ValueError, match="keep a copy of the pages on each device"):
+        update_latent_pages(**made, **given)

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels import _spec
 from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
 
-
 KINDS = ("linear", "exponential")
 
 
@@ -29,7 +28,9 @@ class LightningAttentionArgs(_spec.OpArgs):
     layer_idx: int | None = _spec.static(default=None)
     num_layers: int | None = _spec.static(default=None)
     # log decays by global head, also those of a layer: a shard of heads has its own
-    g_gamma: Float[Array, "h"] | None = dataclasses.field(default=None, metadata={"unset": _layered})
+    g_gamma: Float[Array, "h"] | None = dataclasses.field(
+        default=None, metadata={"unset": _layered}
+    )
     softmax_scale: float | None = _spec.static(
         default=None, unset=linear_recurrence.default_scale, computed=True
     )

@@ -16,11 +16,6 @@ from ejkernel.ops.core.types import FwdParams
 _OP = "mla_page_attention"
 
 
-def _default_scale(scale: float | None, args: Any) -> bool:
-    width = args.q_nope.shape[-1] + args.q_pe.shape[-1]
-    return scale in (None, _common.canonical_scale("", None, width))
-
-
 @_spec.op_args
 class MLAPageAttentionArgs(_spec.OpArgs):
     """Arguments of `mla_page_attention`; see the public function for their meaning."""
@@ -32,7 +27,7 @@ class MLAPageAttentionArgs(_spec.OpArgs):
     block_tables: Int[Array, "i m"]
     query_start_loc: Int[Array, "i1"]
     num_seqs: Integer[Array, "one"] = dataclasses.field(metadata={"ranks": (0,)})
-    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
+    softmax_scale: float | None = _spec.static(default=None, computed=True)  # None is refused
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
         default=None, unset=page_attention.no_window
     )
@@ -62,6 +57,12 @@ def canonicalize(values: dict[str, Any]) -> MLAPageAttentionArgs:
         name: jnp.asarray(values[name], jnp.int32)
         for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")
     }
+    if values["softmax_scale"] is None:
+        raise ValueError(
+            f"`{_OP}`: `softmax_scale` is required: it depends on the head size d before the "
+            "projection to latent vectors, which no argument shows. Pass "
+            f"`softmax_scale=(d + {q_pe.shape[-1]}) ** -0.5`, or the model's own."
+        )
     _common.check_floats(_OP, q_nope=q_nope, q_pe=q_pe)
     _check_pages(q_nope, q_pe, kv_pages)
     count = integers["context_lens"].shape[0]
@@ -157,6 +158,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         (pages, size, latent + rope),
     )
     options.pop("v_scale", None)
+    options.setdefault("softmax_scale", 0.3)
     tables = np.random.default_rng(1).permutation(pages)[: count * blocks].reshape(count, blocks)
     tables[1, :2] = tables[0, :2]  # a shared prefix
     return options | {

@@ -51,8 +51,8 @@ def mla_page_attention(
       block_tables: Pages of each sequence in order; ids are clamped to the pages there are.
       query_start_loc: First query of each sequence, and the end of the last.
       num_seqs: Sequences that count, the first ones.
-      softmax_scale: Models want (d + r) ** -0.5 with their own head size d, which cannot be seen
-        from here: pass it. Default: (l + r) ** -0.5.
+      softmax_scale: Required. Models want (d + r) ** -0.5 with the head size d before the
+        projection to latent vectors, which no argument shows.
       sliding_window: Keys visible to the left of a query; an int or a pair, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
@@ -70,6 +70,7 @@ def mla_page_attention(
       The output in latent space and in the dtype of `q_nope`, or output and lse.
 
     Raises:
+      ValueError: If `softmax_scale` is missing.
       UnsupportedError: If `platform` is given and cannot serve the call.
     """
     return _op_kernel.call(MLAPageAttention, locals())

@@ -170,3 +170,18 @@ def narrow(new: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     if jnp.dtype(dtype).itemsize == 1:
         new = jnp.clip(new, float(limits.min), float(limits.max))
     return new.astype(dtype)
+
+
+def write(cache: jax.Array, slots: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+    """Pages with new tokens [n, …]; `axis` is that of a page's slots. Slots outside are dropped."""
+    num_pages, size = cache.shape[0], max(cache.shape[axis], 1)
+    # a scatter drops what lies past the end; a negative page would count from it
+    page = jnp.where(slots < 0, num_pages, slots // size)
+    place = (page, *(slice(None),) * (axis - 1), slots % size)
+    return cache.at[place].set(new, mode="drop")
+
+
+def interleave(keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Tokens [n, 2 g, d] with keys at even and values at odd heads."""
+    tokens, groups, width = keys.shape
+    return jnp.stack([keys, values], axis=2).reshape(tokens, 2 * groups, width)

@@ -125,7 +125,9 @@ def _pair_gradients(x: Operands, dout: jax.Array, dot: Callable) -> tuple[Any, A
         # a gate is in the decay of each pair around it: sums over s before, then over t from it
         before = np.triu(np.ones(scores.shape[-2:]), 1)
         around = dot("...ts,su->...tu", dscores * scores, jnp.asarray(before, scores.dtype))
-        found["a"] = jnp.where(_lower(around.ndim, around.shape[-1]), around, 0).sum(axis=-2)[..., None]
+        found["a"] = jnp.where(_lower(around.ndim, around.shape[-1]), around, 0).sum(axis=-2)[
+            ..., None
+        ]
     return found, {"a": ()}
 
 

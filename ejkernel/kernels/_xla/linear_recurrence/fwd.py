@@ -95,7 +95,9 @@ def operands(args: Any, cut: chunks.Chunks) -> chunk.Operands:
     if args.g is not None:
         rows = args.g.astype(dtype)[..., None]
     if args.g_gamma is not None:
-        gamma = jnp.broadcast_to(args.g_gamma.astype(dtype)[None, None, :, None], (*q.shape[:2], num_heads(args), 1))
+        gamma = jnp.broadcast_to(
+            args.g_gamma.astype(dtype)[None, None, :, None], (*q.shape[:2], num_heads(args), 1)
+        )
         rows = gamma if rows is None else rows + gamma
     if args.gk is not None:
         rows = args.gk.astype(dtype) + (0 if rows is None else rows)

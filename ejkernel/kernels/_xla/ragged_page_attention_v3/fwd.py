@@ -32,7 +32,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
 
 def _write(args: Any) -> jax.Array:
     """The pages with this step's tokens; what has no place in them is dropped."""
-    num_pages, size, double, width = args.kv_pages.shape
+    num_pages, size = args.kv_pages.shape[:2]
     tokens, (count, blocks) = args.keys.shape[0], args.block_tables.shape
     if 0 in (args.kv_pages.size, tokens, count, blocks):
         return args.kv_pages
@@ -42,11 +42,8 @@ def _write(args: Any) -> jax.Array:
     # a scatter drops what lies past the end; a negative page would count from it
     page = jnp.where((position < 0) | (row < 0), num_pages, row)
     dtype = args.kv_pages.dtype
-    new = jnp.stack(
-        [
-            paging.narrow(args.keys, args.k_scale, dtype),
-            paging.narrow(args.values, args.v_scale, dtype),
-        ],
-        axis=2,
-    ).reshape(tokens, double, width)
+    new = paging.interleave(
+        paging.narrow(args.keys, args.k_scale, dtype),
+        paging.narrow(args.values, args.v_scale, dtype),
+    )
     return args.kv_pages.at[page, position % size].set(new, mode="drop")
