@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from ejkernel import _device, _settings
 from ejkernel.kernels import _donation, _oracle, _spec
@@ -66,6 +67,10 @@ class OpKernel(Kernel):
 
     def dynamic(self, call: dict[str, Any]) -> dict[str, Any]:
         """Makes arrays of Python scalars that stand for arrays; a new value compiles nothing."""
+        for field in _spec.traceable_fields(self.spec.args):
+            value = call[field.name]
+            if isinstance(value, np.ndarray) and not value.ndim:
+                call[field.name] = value.item()  # a number of NumPy is an option, not data
         for name, convert in self.spec.scalars.items():
             if call[name] is not None:
                 call[name] = convert(call[name])
@@ -162,8 +167,9 @@ class OpKernel(Kernel):
             for name, x in document["arrays"].items()
         }
         statics = {
-            f.name: msgspec.convert(document["statics"][f.name], f.type)
+            f.name: msgspec.convert(document["statics"][f.name], _spec.plain_type(f.type))
             for f in _spec.static_fields(self.spec.args)
+            if f.name not in arrays
         }
         inv = Invocation(
             kernel=self,

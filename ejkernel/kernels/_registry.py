@@ -104,6 +104,9 @@ class KernelEntry:
             return reason
         if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
             return f"does not honour {dropped}"
+        if self.platform != Platform.XLA and (traced := args.traced_options()):
+            names = ", ".join(f"`{name}`" for name in traced)
+            return f"compiles {names} into its kernels as a constant; the call passes an array"
         reason = self.requires(args)
         if reason is None and direction == BACKWARD:
             reason = self.backward_requires(args)

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _linear_cases, linear_recurrence
+from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
 
 
 @_spec.op_args
@@ -18,7 +18,7 @@ class GLAArgs(_spec.OpArgs):
     value: Float[Array, "b t g e"]
     g: Float[Array, "b t h d"] | None = None
     g_gamma: Float[Array, "h"] | None = None
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=linear_recurrence.default_scale, computed=True
     )
     initial_state: Float[Array, "n h d e"] | None = None
@@ -44,7 +44,9 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.gla:gla",
     formula="ejkernel.kernels._xla.gla.formula:gla",
-    differentiable=frozenset({"query", "key", "value", "g", "g_gamma", "initial_state"}),
+    differentiable=frozenset(
+        {"query", "key", "value", "g", "g_gamma", "initial_state", "softmax_scale"}
+    ),
     cases=_linear_cases.gla,
     changes=_linear_cases.gla_changes,
     config=GLAConfig,

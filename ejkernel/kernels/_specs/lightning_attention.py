@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _linear_cases, linear_recurrence
+from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
 
 
 @_spec.op_args
@@ -20,7 +20,7 @@ class LightningAttentionArgs(_spec.OpArgs):
     value: Float[Array, "b t g e"]
     layer_idx: int = _spec.static()
     num_layers: int = _spec.static()
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=linear_recurrence.default_scale, computed=True
     )
     initial_state: Float[Array, "n h d e"] | None = None
@@ -62,7 +62,7 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.lightning_attention:lightning_attention",
     formula="ejkernel.kernels._xla.lightning_attention.formula:lightning_attention",
-    differentiable=frozenset({"query", "key", "value", "initial_state"}),
+    differentiable=frozenset({"query", "key", "value", "initial_state", "softmax_scale"}),
     cases=_linear_cases.lightning_attention,
     changes=_linear_cases.lightning_attention_changes,
     config=LightningAttentionConfig,

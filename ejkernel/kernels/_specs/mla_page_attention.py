@@ -18,7 +18,7 @@ _OP = "mla_page_attention"
 
 def _default_scale(scale: float | None, args: Any) -> bool:
     width = args.q_nope.shape[-1] + args.q_pe.shape[-1]
-    return scale in (None, _common.canonical_scale("", None, width))
+    return scale in (None, _common.default_scale(width))
 
 
 @_spec.op_args
@@ -32,7 +32,7 @@ class MLAPageAttentionArgs(_spec.OpArgs):
     block_tables: Int[Array, "i m"]
     query_start_loc: Int[Array, "i1"]
     num_seqs: Integer[Array, "one"] = dataclasses.field(metadata={"ranks": (0,)})
-    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=_default_scale, computed=True)
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
         default=None, unset=page_attention.no_window
     )
@@ -81,6 +81,7 @@ def canonicalize(values: dict[str, Any]) -> MLAPageAttentionArgs:
         num_q_heads=q_nope.shape[1],
         num_kv_heads=1,
         head_dim=q_nope.shape[-1] + q_pe.shape[-1],
+        dtype=q_nope.dtype,
     )
     del options["v_scale"]
     return MLAPageAttentionArgs(q_nope=q_nope, q_pe=q_pe, kv_pages=kv_pages, **integers, **options)
