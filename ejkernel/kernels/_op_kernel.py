@@ -137,13 +137,24 @@ class OpKernel(Kernel):
                 f"got {backend!r}."
             )
         backend = "any" if backend is None else str(backend)
+        place = self._placement(call)
+        return Request(platform=platform, backend=backend, forward=fwd, backward=bwd, **place)
+
+    def _placement(self, call: dict[str, Any]) -> dict[str, Any]:
         placement = {name: call[name] for name in ("mesh", "in_specs", "out_specs")}
         absent = [name for name, value in placement.items() if value is None]
-        if absent and len(absent) < len(placement):
+        if absent and absent[-2:] != ["in_specs", "out_specs"]:
             raise ValueError(
-                f"`{self.op}`: `mesh`, `in_specs` and `out_specs` go together; {absent} missing."
+                f"`{self.op}`: `in_specs` and `out_specs` go together, with a `mesh`; {absent} "
+                "missing. A `mesh` alone splits batch and heads."
             )
-        return Request(platform=platform, backend=backend, forward=fwd, backward=bwd, **placement)
+        mesh = placement["mesh"]
+        if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
+            raise TypeError(
+                f"`{self.op}`: `mesh` must be a `jax.sharding.Mesh`; got {mesh!r} of type "
+                f"{type(mesh).__name__}."
+            )
+        return placement
 
     def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
         outputs = self.spec.finish(args, outputs)

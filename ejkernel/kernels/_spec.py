@@ -179,6 +179,7 @@ class OpSpec:
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     localize: Callable[[Any, dict[str, jax.Array]], Any] = lambda args, offsets: args
     instead: str = "leave that axis whole"
+    heads: str = "h"  # the axis of heads, which a mesh without specs splits
 
     def reference_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
         return _load(self.reference)
@@ -240,6 +241,7 @@ class OpSpec:
             aliases=self.aliases,
             localize=self.localize,
             instead=self.instead,
+            heads=self.heads,
         )
 
     def _axes(self, args: Any) -> dict[str, tuple[str, ...]]:

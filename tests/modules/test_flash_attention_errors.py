@@ -348,11 +348,15 @@ BAD = {
     "bwd_params_type": ({"bwd_params": "big"}, TypeError, ["BwdParams", "'big'"]),
     "params_exchanged": ({"bwd_params": FwdParams()}, TypeError, ["bwd_params", "a BwdParams"]),
     # meshes
-    "mesh_alone": (
-        {"mesh": jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))},
+    "out_specs_missing": (
+        {
+            "mesh": jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+            "in_specs": (P("x"),),
+        },
         ValueError,
-        ["mesh", "in_specs", "out_specs", "go together"],
+        ["in_specs", "out_specs", "go together", "['out_specs'] missing"],
     ),
+    "mesh_type": ({"mesh": "tpu"}, TypeError, ["mesh", "jax.sharding.Mesh", "'tpu'", "str"]),
     "specs_alone": (
         {"in_specs": (P("x"),), "out_specs": P("x")},
         ValueError,

@@ -121,6 +121,7 @@ class PagedSpec(_spec.OpSpec):
             outputs=outputs,
             shardable=made.shardable | {"g2"},
             aliases=made.aliases | {"g2": "h"},
+            units={"g2": 2},
             localize=self._whole_heads,
         )
 

@@ -131,4 +131,5 @@ SPEC = _spec.OpSpec(
     debug=check_values,
     written=("key_cache", "value_cache"),
     shardable=frozenset({"g"}),
+    heads="g",
 )

@@ -16,7 +16,7 @@ def lightning_attention(
     *,
     layer_idx: int,
     num_layers: int,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     initial_state: Float[Array, "n h d e"] | None = None,
     reverse: bool = False,
     cu_seqlens: Int[Array, "n1"] | None = None,
@@ -40,7 +40,7 @@ def lightning_attention(
       value: Values; their head size may differ.
       layer_idx: This layer, from 0; decays weaken with depth.
       num_layers: The layers of the model.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       initial_state: The state before the first token, of each row or packed sequence.
       reverse: Run from the last token to the first.
       cu_seqlens: With batch 1, where packed sequences begin and end; tokens of none give 0.
@@ -49,7 +49,7 @@ def lightning_attention(
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and state.
 
