@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from ejkernel import _device, _settings
 from ejkernel.kernels import _donation, _oracle, _spec
@@ -67,6 +68,10 @@ class OpKernel(Kernel):
 
     def dynamic(self, call: dict[str, Any]) -> dict[str, Any]:
         """Makes arrays of Python scalars that stand for arrays; a new value compiles nothing."""
+        for field in _spec.traceable_fields(self.spec.args):
+            value = call[field.name]
+            if isinstance(value, np.ndarray) and not value.ndim:
+                call[field.name] = value.item()  # a number of NumPy is an option, not data
         for name, convert in self.spec.scalars.items():
             if call[name] is not None:
                 call[name] = convert(call[name])
@@ -130,13 +135,24 @@ class OpKernel(Kernel):
                 f"got {backend!r}."
             )
         backend = "any" if backend is None else str(backend)
+        place = self._placement(call)
+        return Request(platform=platform, backend=backend, forward=fwd, backward=bwd, **place)
+
+    def _placement(self, call: dict[str, Any]) -> dict[str, Any]:
         placement = {name: call[name] for name in ("mesh", "in_specs", "out_specs")}
         absent = [name for name, value in placement.items() if value is None]
-        if absent and len(absent) < len(placement):
+        if absent and absent[-2:] != ["in_specs", "out_specs"]:
             raise ValueError(
-                f"`{self.op}`: `mesh`, `in_specs` and `out_specs` go together; {absent} missing."
+                f"`{self.op}`: `in_specs` and `out_specs` go together, with a `mesh`; {absent} "
+                "missing. A `mesh` alone splits batch and heads."
             )
-        return Request(platform=platform, backend=backend, forward=fwd, backward=bwd, **placement)
+        mesh = placement["mesh"]
+        if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
+            raise TypeError(
+                f"`{self.op}`: `mesh` must be a `jax.sharding.Mesh`; got {mesh!r} of type "
+                f"{type(mesh).__name__}."
+            )
+        return placement
 
     def finish(self, args: Any, outputs: tuple[Any, ...]) -> Any:
         outputs = self.spec.finish(args, outputs)
@@ -160,8 +176,9 @@ class OpKernel(Kernel):
             for name, x in document["arrays"].items()
         }
         statics = {
-            f.name: msgspec.convert(document["statics"][f.name], f.type)
+            f.name: msgspec.convert(document["statics"][f.name], _spec.plain_type(f.type))
             for f in _spec.static_fields(self.spec.args)
+            if f.name not in arrays
         }
         inv = Invocation(
             kernel=self,

@@ -91,6 +91,11 @@ class KernelEntry:
         rank = f"@{self.priority}" if self.priority else ""
         return f"{self.platform}/{self.backend}{rank}"
 
+    @property
+    def traces_options(self) -> bool:
+        """Whether options may be arrays; other kernels are compiled for their values."""
+        return self.platform == Platform.XLA
+
     def why_not(
         self, args: Any, target: _device.Target | None = None, direction: str = FORWARD
     ) -> str | None:
@@ -104,6 +109,9 @@ class KernelEntry:
             return reason
         if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
             return f"does not honour {dropped}"
+        if not self.traces_options and (traced := args.traced_options()):
+            names = ", ".join(f"`{name}`" for name in traced)
+            return f"compiles {names} into its kernels as a constant; the call passes an array"
         reason = self.requires(args)
         if reason is None and direction == BACKWARD:
             reason = self.backward_requires(args)

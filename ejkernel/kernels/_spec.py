@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import operator
 import reprlib
 import types
 import typing
@@ -21,6 +22,7 @@ _MISSING = dataclasses.MISSING
 _INT32 = np.iinfo(np.int32)
 # arguments that hold the offsets of packed sequences, in every op that has them
 _OFFSETS = ("cu_seqlens", "cum_seqlens_q", "cum_seqlens_k")
+_EXAMPLE_SCALE = 0.1  # of an option that is data of the call, about head size ** -0.5
 
 _repr = reprlib.Repr()
 _repr.maxlist = _repr.maxtuple = 8
@@ -59,7 +61,8 @@ def static(
     """An option of an op; part of the compiled program.
 
     `unset(value, args)` tells that a call does not ask for it; `computed`: canonicalization always
-    fills it in, and every kernel acts on it.
+    fills it in, and every kernel acts on it. An option whose annotation also names an array may be
+    given as one; it is then data of the call, and one of its `arrays()`.
     """
     metadata = {"static": True, "unset": unset, "computed": computed}
     return dataclasses.field(default=default, metadata=metadata)
@@ -87,21 +90,30 @@ class OpArgs(AbstractArgs):
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
 
     def arrays(self) -> dict[str, jax.Array]:
-        values = ((f.name, getattr(self, f.name)) for f in array_fields(type(self)))
+        names = (*(f.name for f in array_fields(type(self))), *self.traced_options())
+        values = ((name, getattr(self, name)) for name in names)
         return {name: value for name, value in values if value is not None}
 
     def statics(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in static_fields(type(self))}
+        traced = self.traced_options()
+        fields = (f for f in static_fields(type(self)) if f.name not in traced)
+        return {f.name: getattr(self, f.name) for f in fields}
+
+    def traced_options(self) -> tuple[str, ...]:
+        """Names of the options that this call gives as arrays."""
+        names = (f.name for f in traceable_fields(type(self)))
+        # canonicalization makes floats of numbers, so whatever else stands here is a leaf
+        return tuple(n for n in names if not isinstance(getattr(self, n), float | None))
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> typing.Self:
         return dataclasses.replace(self, **arrays)
 
     def given(self) -> set[str]:
         """Names of the optional arguments that this call sets."""
-        names = set()
+        names = set(self.traced_options())
         for field in dataclasses.fields(self):
             value, unset = getattr(self, field.name), field.metadata.get("unset")
-            if field.default is _MISSING:
+            if field.default is _MISSING or field.name in names:
                 continue
             if unset is not None:
                 is_set = not unset(value, self)
@@ -113,13 +125,23 @@ class OpArgs(AbstractArgs):
 
 
 def op_args(cls: type) -> type:
-    """Makes a frozen keyword-only pytree of a class: arrays are leaves, `static` fields are not."""
+    """Makes a frozen keyword-only pytree of a class: arrays are leaves, options are not."""
     made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    return jax.tree_util.register_dataclass(
-        made,
-        data_fields=[f.name for f in array_fields(made)],
-        meta_fields=[f.name for f in static_fields(made)],
-    )
+    arrays, statics = ([f.name for f in fs(made)] for fs in (array_fields, static_fields))
+    if not traceable_fields(made):
+        return jax.tree_util.register_dataclass(made, data_fields=arrays, meta_fields=statics)
+
+    def flatten(args: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        names = (*arrays, *args.traced_options())
+        leaves = [(jax.tree_util.GetAttrKey(n), getattr(args, n)) for n in names]
+        return leaves, (names, tuple(args.statics().items()))
+
+    def unflatten(rest: Any, leaves: Any) -> Any:
+        names, options = rest
+        return made(**dict(zip(names, leaves, strict=True)), **dict(options))
+
+    jax.tree_util.register_pytree_with_keys(made, flatten, unflatten)
+    return made
 
 
 @functools.cache
@@ -130,6 +152,12 @@ def array_fields(cls: type) -> tuple[dataclasses.Field, ...]:
 @functools.cache
 def static_fields(cls: type) -> tuple[dataclasses.Field, ...]:
     return tuple(f for f in dataclasses.fields(cls) if f.metadata.get("static"))
+
+
+@functools.cache
+def traceable_fields(cls: type) -> tuple[dataclasses.Field, ...]:
+    """The options that a call may also give as arrays."""
+    return tuple(f for f in static_fields(cls) if _array_type(f.type) is not None)
 
 
 @functools.cache
@@ -184,6 +212,7 @@ class OpSpec:
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     localize: Callable[[Any, dict[str, jax.Array]], Any] = lambda args, offsets: args
     instead: str = "leave that axis whole"
+    heads: str = "h"  # the axis of heads, which a mesh without specs splits
 
     def reference_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
         return _load(self.reference)
@@ -233,6 +262,8 @@ class OpSpec:
         for key, (name, array) in zip(keys, arrays.items(), strict=False):
             if name in special:
                 made[name] = special[name].astype(array.dtype)
+            elif name in args.traced_options():
+                made[name] = jnp.asarray(_EXAMPLE_SCALE, array.dtype)
             elif jnp.issubdtype(array.dtype, jnp.floating):
                 made[name] = jax.random.normal(key, array.shape, jnp.float32).astype(array.dtype)
             else:
@@ -244,17 +275,13 @@ class OpSpec:
         if self.twin is None:
             return None
         sizes = self.twin(args, block)
-        shapes = {}
-        for field in array_fields(self.args):
-            array = getattr(args, field.name)
-            if array is None:
-                continue
-            axes = axes_of(field.type)
+        axes, shapes = self._axes(args), {}
+        for name, array in args.arrays().items():
             shape = tuple(
                 min(n, sizes.get(a, n)) if n > 1 else n
-                for a, n in zip(axes, array.shape, strict=True)
+                for a, n in zip(axes[name], array.shape, strict=True)
             )
-            shapes[field.name] = jax.ShapeDtypeStruct(shape, array.dtype)
+            shapes[name] = jax.ShapeDtypeStruct(shape, array.dtype)
         return self.example(args.with_arrays(shapes))
 
     def layout(self, args: Any) -> Layout | None:
@@ -262,13 +289,19 @@ class OpSpec:
         if not all(_array_type(f.type) for f in array_fields(self.args)) or not self.output_axes:
             return None
         return Layout(
-            arrays={f.name: axes_of(f.type) for f in array_fields(self.args)},
+            arrays=self._axes(args),
             outputs=tuple(self.output_axes[name] for name in self.outputs(args)),
             shardable=self.shardable,
             aliases=self.aliases,
             localize=self.localize,
             instead=self.instead,
+            heads=self.heads,
         )
+
+    def _axes(self, args: Any) -> dict[str, tuple[str, ...]]:
+        """The axes of all arrays that a call may have, in the order of the public function."""
+        traced = [f for f in traceable_fields(self.args) if f.name in args.traced_options()]
+        return {f.name: axes_of(f.type) for f in (*array_fields(self.args), *traced)}
 
 
 def _is_traced_integer(value: Any) -> bool:
@@ -328,6 +361,12 @@ def _array_type(annotation: Any) -> Any:
     return next((t for t in _alternatives(annotation) if hasattr(t, "dim_str")), None)
 
 
+def plain_type(annotation: Any) -> Any:
+    """The type of an option without the arrays that may stand for it."""
+    kinds = [t for t in _alternatives(annotation) if not hasattr(t, "dim_str")]
+    return functools.reduce(operator.or_, kinds)
+
+
 @functools.cache
 def axes_of(annotation: Any) -> tuple[str, ...]:
     """The axis names of a jaxtyping annotation."""
@@ -351,15 +390,17 @@ def _check_static(op: str, field: dataclasses.Field, value: Any) -> None:
     from beartype import BeartypeConf
     from beartype.door import is_bearable
 
+    if isinstance(value, jax.Array) and _array_type(field.type) is not None:
+        return  # canonicalization checks it, with a message of its own
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"`{op}`: `{field.name}` is part of the compiled program and must be a Python value; "
             f"got {value.dtype}{list(value.shape)}, an array or traced value."
         )
     plain = value.item() if isinstance(value, np.generic) else value
-    hint: Any = field.type
+    hint: Any = plain_type(field.type)
     if not is_bearable(plain, hint, conf=BeartypeConf(is_pep484_tower=True)):
-        name = getattr(field.type, "__name__", None) or str(field.type)
+        name = getattr(hint, "__name__", None) or str(hint)
         raise TypeError(
             f"`{op}`: `{field.name}` must be {name.replace('typing.', '')}; "
             f"got {brief(value)} of type {type(value).__name__}."

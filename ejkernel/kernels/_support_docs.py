@@ -47,6 +47,8 @@ def _cell(entry: KernelEntry, field: dataclasses.Field) -> str:
     # a computed option is part of every call, so that no kernel can be without it
     computed = field.metadata.get("computed")
     honoured = computed or entry.honours is None or field.name in entry.honours
+    if honoured and field in _spec.traceable_fields(kernel_registry.spec(entry.op).args):
+        return "honoured" if entry.traces_options else "honoured as a number"
     return "honoured" if honoured else "refused"
 
 

@@ -127,9 +127,9 @@ BAD = {
         ["softmax_scale", "finite", "inf"],
     ),
     "scale_array": (
-        {"softmax_scale": jnp.float32(0.5)},
-        TypeError,
-        ["softmax_scale", "Python value"],
+        {"softmax_scale": jnp.full(2, 0.5)},
+        ValueError,
+        ["softmax_scale", "shape ()", "float32[2]", "Multiply `query`"],
     ),
     "causal_text": ({"causal": "yes"}, TypeError, ["causal", "bool", "'yes'"]),
     "return_lse_int": ({"return_lse": 2}, TypeError, ["return_lse", "bool", "2"]),
@@ -348,11 +348,15 @@ BAD = {
     "bwd_params_type": ({"bwd_params": "big"}, TypeError, ["BwdParams", "'big'"]),
     "params_exchanged": ({"bwd_params": FwdParams()}, TypeError, ["bwd_params", "a BwdParams"]),
     # meshes
-    "mesh_alone": (
-        {"mesh": jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))},
+    "out_specs_missing": (
+        {
+            "mesh": jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+            "in_specs": (P("x"),),
+        },
         ValueError,
-        ["mesh", "in_specs", "out_specs", "go together"],
+        ["in_specs", "out_specs", "go together", "['out_specs'] missing"],
     ),
+    "mesh_type": ({"mesh": "tpu"}, TypeError, ["mesh", "jax.sharding.Mesh", "'tpu'", "str"]),
     "specs_alone": (
         {"in_specs": (P("x"),), "out_specs": P("x")},
         ValueError,
@@ -396,7 +400,6 @@ def test_the_same_checks_under_jit_and_in_an_executor(name):
     ("name", "value"),
     [
         ("causal", True),
-        ("softmax_scale", 0.5),
         ("dropout_prob", 0.1),
         ("logits_soft_cap", 30.0),
         ("sliding_window", 3),

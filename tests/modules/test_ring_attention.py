@@ -51,7 +51,7 @@ BAD = {
     "columns": ({"bias": jnp.zeros((1, 1, 12, 5))}, "`bias` must have 1 or 12 columns"),
     "mask": ({"attention_mask": jnp.ones((12, 12))}, "mask"),
     "window": ({"sliding_window": -3}, "`sliding_window`"),
-    "specs": ({"mesh": object()}, "go together"),
+    "specs": ({"out_specs": object()}, "go together"),
 }
 
 

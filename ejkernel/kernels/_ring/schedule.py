@@ -71,13 +71,14 @@ def backward(
     """Gradients of the wanted arguments."""
     ring = Ring(args)
     plan, dtype = ring.plan, _wide(args.query.dtype)
-    parts = frozenset({"query", "key", "value", "bias"} & {"query", "key", "value", *wanted})
+    always = {"query", "key", "value"}
+    parts = frozenset(always | ({"bias", "softmax_scale"} & wanted))
 
     def zeros(x: jax.Array) -> jax.Array:
         return jnp.zeros(x.shape, dtype)
 
     def push(kind: Kind, at: _At, keys: Any, state: Any) -> Any:
-        (dq, dbias), (dk, dv) = state
+        (dq, dbias, dscale), (dk, dv) = state
         q_rows, k_rows = (at.a * plan.t, plan.t), (at.b * plan.s, plan.s)
         by_row = ({1: q_rows}, {2: q_rows})
         outs, douts = (
@@ -90,16 +91,21 @@ def backward(
         dq = add(dq, grads["query"], {1: q_rows})
         if dbias is not None:
             dbias = add(dbias, grads["bias"], ring.columns(dbias, at))
+        if dscale is not None:
+            dscale += grads["softmax_scale"]
         dk, dv = (add(x, grads[n], {1: k_rows}) for x, n in ((dk, "key"), (dv, "value")))
-        return (dq, dbias), (dk, dv)
+        return (dq, dbias, dscale), (dk, dv)
 
-    state = (zeros(args.query), zeros(args.bias) if "bias" in parts else None)
+    asked = (zeros(getattr(args, n)) if n in parts else None for n in ("bias", "softmax_scale"))
+    state = (zeros(args.query), *asked)
     sums = (zeros(args.key), zeros(args.value))
     keys = (args.key, args.value, args.kv_segment_ids)
-    (dq, dbias), (dk, dv) = ring.tour(push, keys, ring.vary(state), ring.vary(sums))
+    (dq, dbias, dscale), (dk, dv) = ring.tour(push, keys, ring.vary(state), ring.vary(sums))
     grads = {"query": dq, "key": dk, "value": dv}
     if dbias is not None:
         grads["bias"] = dbias
+    if dscale is not None:
+        grads["softmax_scale"] = dscale
     if "softmax_aux" in wanted:
         delta = _attention.row_sums(args, outputs, cotangents, residuals[0].dtype)
         grads["softmax_aux"] = _attention.sink_gradient(args, residuals[0], delta)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from ejkernel.errors import EjkernelWarning
 
@@ -43,12 +44,29 @@ def check_heads(op: str, num_q_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def canonical_scale(op: str, scale: float | None, head_dim: int) -> float:
+# a number is part of the program; an array is data of the call, and differentiable
+Scale = float | Float[Array, ""] | None
+
+
+def canonical_scale(op: str, scale: Any, head_dim: int, dtype: Any) -> Any:
+    """A float, or an array in the dtype in which scores of a query's `dtype` are computed."""
     if scale is None:
-        return max(head_dim, 1) ** -0.5
+        return default_scale(head_dim)
+    if isinstance(scale, jax.Array | np.ndarray):
+        if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise ValueError(
+                f"`{op}`: `softmax_scale` must be a number, or a floating array of shape (); got "
+                f"{scale.dtype}{list(scale.shape)}. Multiply `query` by a scale that differs from "
+                "token to token or from head to head."
+            )
+        return jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32))
     if not math.isfinite(scale):
         raise ValueError(f"`{op}`: `softmax_scale` must be finite; got {scale}.")
     return float(scale)
+
+
+def default_scale(head_dim: int) -> float:
+    return max(head_dim, 1) ** -0.5
 
 
 def canonical_window(op: str, window: Any, causal: bool) -> Window:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
+from ejkernel.kernels._specs import _common
 from ejkernel.kernels._specs import native_sparse_attention as nsa
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
@@ -26,7 +27,9 @@ class ApplyNativeSparseAttentionArgs(_spec.OpArgs):
     # canonical: an array or None; an int has shortened the lists
     block_counts: int | Int[Array, "b t g"] | None = None
     block_size: int = _spec.static(default=64)
-    softmax_scale: float | None = _spec.static(default=None, unset=nsa.default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(
+        default=None, unset=nsa.default_scale, computed=True
+    )
     cu_seqlens: Int[Array, "n1"] | None = None
 
 
@@ -105,7 +108,7 @@ SPEC = _spec.OpSpec(
     reference="ejkernel.kernels._reference.native_sparse_attention:apply_native_sparse_attention",
     formula="ejkernel.kernels._xla.apply_native_sparse_attention.formula:"
     "apply_native_sparse_attention",
-    differentiable=frozenset({"query", "key", "value"}),
+    differentiable=frozenset({"query", "key", "value", "softmax_scale"}),
     residuals=("out", "lse", "selected"),
     cases=cases,
     changes=changes,

@@ -32,7 +32,7 @@ class BlocksparseAttentionArgs(_spec.OpArgs):
     bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=flash_attention.default_scale, computed=True
     )
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -83,7 +83,7 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
         bias=as_array(call["bias"]),
         attention_mask=flash_attention.as_mask(OP, mask),
         causal=causal,
-        softmax_scale=_common.canonical_scale(OP, call["softmax_scale"], head_dim),
+        softmax_scale=_common.canonical_scale(OP, call["softmax_scale"], head_dim, query.dtype),
         sliding_window=_common.canonical_window(OP, call["sliding_window"], causal),
         logits_soft_cap=_common.canonical_cap(OP, call["logits_soft_cap"]),
         softmax_aux=_common.canonical_sinks(OP, call["softmax_aux"], num_q_heads),

@@ -22,7 +22,7 @@ def no_window(window: Window, args: Any) -> bool:
 
 
 def default_scale(scale: float | None, args: Any) -> bool:
-    return scale in (None, _common.canonical_scale("", None, args.query.shape[-1]))
+    return scale in (None, _common.default_scale(args.query.shape[-1]))
 
 
 @_spec.op_args
@@ -35,7 +35,7 @@ class FlashAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
-    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=default_scale, computed=True)
     dropout_prob: float = _spec.static(default=0.0)
     dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -87,7 +87,7 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
         attention_mask=as_mask(op, call["attention_mask"]),
         bias=as_array(call["bias"]),
         causal=causal,
-        softmax_scale=_common.canonical_scale(op, call["softmax_scale"], head_dim),
+        softmax_scale=_common.canonical_scale(op, call["softmax_scale"], head_dim, query.dtype),
         dropout_prob=prob,
         dropout_seed=seed,
         sliding_window=_common.narrower(window, call.get("_window", (None, None))),
@@ -275,7 +275,7 @@ SPEC = _spec.OpSpec(
     unpack=unpack,
     reference="ejkernel.kernels._reference.flash_attention:flash_attention",
     formula="ejkernel.kernels._xla.flash_attention.formula:flash_attention",
-    differentiable=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
+    differentiable=frozenset({"query", "key", "value", "bias", "softmax_aux", "softmax_scale"}),
     outputs=lambda args: ("out", "lse") if args.return_lse else ("out",),
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
     residuals=("lse",),

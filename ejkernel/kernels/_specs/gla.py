@@ -18,7 +18,7 @@ class GLAArgs(_spec.OpArgs):
     value: Float[Array, "b t g e"]
     g: Float[Array, "b t h d"] | None = None
     g_gamma: Float[Array, "h"] | None = None
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=linear_recurrence.default_scale, computed=True
     )
     initial_state: Float[Array, "n h d e"] | None = None
@@ -45,7 +45,9 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.gla:gla",
     formula="ejkernel.kernels._xla.gla.formula:gla",
-    differentiable=frozenset({"query", "key", "value", "g", "g_gamma", "initial_state"}),
+    differentiable=frozenset(
+        {"query", "key", "value", "g", "g_gamma", "initial_state", "softmax_scale"}
+    ),
     cases=_linear_cases.gla,
     changes=_linear_cases.gla_changes,
     config=GLAConfig,

@@ -31,7 +31,7 @@ class LightningAttentionArgs(_spec.OpArgs):
     g_gamma: Float[Array, "h"] | None = dataclasses.field(
         default=None, metadata={"unset": _layered}
     )
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=linear_recurrence.default_scale, computed=True
     )
     initial_state: Float[Array, "n h d e"] | None = None
@@ -98,7 +98,9 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.lightning_attention:lightning_attention",
     formula="ejkernel.kernels._xla.lightning_attention.formula:lightning_attention",
-    differentiable=frozenset({"query", "key", "value", "g_gamma", "initial_state"}),
+    differentiable=frozenset(
+        {"query", "key", "value", "g_gamma", "initial_state", "softmax_scale"}
+    ),
     cases=_linear_cases.lightning_attention,
     changes=_linear_cases.lightning_attention_changes,
     config=LightningAttentionConfig,

@@ -15,7 +15,7 @@ from ejkernel.ops.core.types import BwdParams, FwdParams
 
 
 def default_scale(scale: float | None, args: Any) -> bool:
-    return scale in (None, _common.canonical_scale("", None, args.query.shape[-1]))
+    return scale in (None, _common.default_scale(args.query.shape[-1]))
 
 
 @_spec.op_args
@@ -33,7 +33,7 @@ class LinearRecurrenceArgs(_spec.OpArgs):
     gk: Float[Array, "b t h d"] | None = None
     gv: Float[Array, "b t h e"] | None = None
     g_gamma: Float[Array, "h"] | None = None
-    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=default_scale, computed=True)
     initial_state: Float[Array, "n h d e"] | None = None
     reverse: bool = _spec.static(default=False)
     cu_seqlens: Int[Array, "n1"] | None = None
@@ -98,7 +98,7 @@ def common(op: str, call: dict[str, Any]) -> dict[str, Any]:
         "query": query,
         "key": key,
         "value": value,
-        "softmax_scale": _common.canonical_scale(op, call["softmax_scale"], d),
+        "softmax_scale": _common.canonical_scale(op, call["softmax_scale"], d, query.dtype),
         "initial_state": as_array(state),
         "reverse": bool(call["reverse"]),
         "cu_seqlens": as_array(cu_seqlens, jnp.int32),
@@ -183,7 +183,7 @@ SPEC = _spec.OpSpec(
     reference="ejkernel.kernels._reference.linear_recurrence:linear_recurrence",
     formula="ejkernel.kernels._xla.linear_recurrence.formula:linear_recurrence",
     differentiable=frozenset(
-        {"query", "key", "value", "g", "gk", "gv", "g_gamma", "initial_state"}
+        {"query", "key", "value", "g", "gk", "gv", "g_gamma", "initial_state", "softmax_scale"}
     ),
     cases=_linear_cases.linear_recurrence,
     changes=_linear_cases.linear_recurrence_changes,

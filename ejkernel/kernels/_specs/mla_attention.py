@@ -22,7 +22,7 @@ def _no_window(window: Window, args: Any) -> bool:
 
 def _default_scale(scale: float | None, args: Any) -> bool:
     width = args.query.shape[-1] + (0 if args.b_q is None else args.b_q.shape[-1])
-    return scale in (None, _common.canonical_scale("", None, width))
+    return scale in (None, _common.default_scale(width))
 
 
 @_spec.op_args
@@ -38,7 +38,7 @@ class MLAAttentionArgs(_spec.OpArgs):
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #s"] | None = _spec.array(hint=MASK_HINT)
     causal: bool = _spec.static(default=False)
-    softmax_scale: float | None = _spec.static(default=None, unset=_default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=_default_scale, computed=True)
     dropout_prob: float = _spec.static(default=0.0)
     dropout_seed: Integer[Array, "words"] | None = _spec.array(ranks=(0,))
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -92,7 +92,7 @@ def canonicalize(values: dict[str, Any]) -> MLAAttentionArgs:
         attention_mask=flash_attention.as_mask(_OP, mask),
         bias=_as_array(call["bias"]),
         causal=causal,
-        softmax_scale=_common.canonical_scale(_OP, call["softmax_scale"], width),
+        softmax_scale=_common.canonical_scale(_OP, call["softmax_scale"], width, query.dtype),
         dropout_prob=prob,
         dropout_seed=seed,
         sliding_window=_common.canonical_window(_OP, call["sliding_window"], causal),
@@ -271,7 +271,7 @@ SPEC = _spec.OpSpec(
     reference="ejkernel.kernels._reference.mla_attention:mla_attention",
     formula="ejkernel.kernels._xla.mla_attention.formula:mla_attention",
     differentiable=frozenset(
-        {"query", "key_value", "w_kc", "w_vc", "b_q", "b_k", "bias", "softmax_aux"}
+        {"query", "key_value", "w_kc", "w_vc", "b_q", "b_k", "bias", "softmax_aux", "softmax_scale"}
     ),
     outputs=lambda args: ("out", "lse") if args.return_lse else ("out",),
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},

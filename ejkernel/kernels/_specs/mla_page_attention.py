@@ -27,7 +27,7 @@ class MLAPageAttentionArgs(_spec.OpArgs):
     block_tables: Int[Array, "i m"]
     query_start_loc: Int[Array, "i1"]
     num_seqs: Integer[Array, "one"] = dataclasses.field(metadata={"ranks": (0,)})
-    softmax_scale: float | None = _spec.static(default=None, computed=True)  # None is refused
+    softmax_scale: _common.Scale = _spec.static(default=None, computed=True)  # None is refused
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
         default=None, unset=page_attention.no_window
     )
@@ -82,6 +82,7 @@ def canonicalize(values: dict[str, Any]) -> MLAPageAttentionArgs:
         num_q_heads=q_nope.shape[1],
         num_kv_heads=1,
         head_dim=q_nope.shape[-1] + q_pe.shape[-1],
+        dtype=q_nope.dtype,
     )
     del options["v_scale"]
     return MLAPageAttentionArgs(q_nope=q_nope, q_pe=q_pe, kv_pages=kv_pages, **integers, **options)

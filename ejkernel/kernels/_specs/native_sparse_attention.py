@@ -18,7 +18,7 @@ COUNT = 16
 
 
 def default_scale(scale: float | None, args: Any) -> bool:
-    return scale in (None, _common.canonical_scale("", None, args.query.shape[-1]))
+    return scale in (None, _common.default_scale(args.query.shape[-1]))
 
 
 def _default_count(counts: Any, args: Any) -> bool:
@@ -43,7 +43,7 @@ class NativeSparseAttentionArgs(_spec.OpArgs):
     block_counts: int | Int[Array, "b t g"] | None = _COUNTS
     block_size: int = _spec.static(default=64)
     window_size: int = _spec.static(default=0)
-    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=default_scale, computed=True)
     cu_seqlens: Int[Array, "n1"] | None = None
     max_blocks: int = _spec.hidden(default=COUNT)
 
@@ -99,7 +99,7 @@ def common(op: str, call: dict[str, Any]) -> dict[str, Any]:
         "block_counts": as_array(call["block_counts"], jnp.int32),
         # a block beyond every token is the row
         "block_size": min(int(size), _INT32_MAX // 2),
-        "softmax_scale": _common.canonical_scale(op, call["softmax_scale"], head_dim),
+        "softmax_scale": _common.canonical_scale(op, call["softmax_scale"], head_dim, query.dtype),
         "cu_seqlens": as_array(cu_seqlens, jnp.int32),
         "_count": None if count is None else min(int(count), _INT32_MAX),
     }
@@ -332,7 +332,7 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.native_sparse_attention:native_sparse_attention",
     formula="ejkernel.kernels._xla.native_sparse_attention.formula:native_sparse_attention",
-    differentiable=frozenset({"query", "key", "value", "g_cmp", "g_slc", "g_swa"}),
+    differentiable=frozenset({"query", "key", "value", "g_cmp", "g_slc", "g_swa", "softmax_scale"}),
     # of the selected branch its output, lse [b, h, t] and chosen blocks as bits [b, g, t, words]
     # (16 to a word, a whole number in float32), and of the window its output and lse
     residuals=("slc_out", "slc_lse", "selected", "swa_out", "swa_lse"),

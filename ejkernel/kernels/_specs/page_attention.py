@@ -21,7 +21,7 @@ def no_window(window: Any, args: Any) -> bool:
 
 
 def default_scale(scale: float | None, args: Any) -> bool:
-    return scale in (None, _common.canonical_scale("", None, args.query.shape[-1]))
+    return scale in (None, _common.default_scale(args.query.shape[-1]))
 
 
 @_spec.op_args
@@ -33,7 +33,7 @@ class PageAttentionArgs(_spec.OpArgs):
     value_cache: Shaped[Array, "p g w e"]
     context_lens: Int[Array, "b"]
     block_tables: Int[Array, "b m"]
-    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=default_scale, computed=True)
     block_size: int | None = _spec.static(
         default=None, unset=lambda size, args: size in (None, args.key_cache.shape[2])
     )
@@ -75,7 +75,7 @@ def check_caches(op: str, query: jax.Array, **caches: jax.Array) -> None:
 
 
 def decode_options(
-    op: str, call: dict[str, Any], num_q_heads: int, num_kv_heads: int, head_dim: int
+    op: str, call: dict[str, Any], num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: Any
 ) -> dict[str, Any]:
     """The options that all ops over cached keys share, in canonical form."""
     _common.check_heads(op, num_q_heads, num_kv_heads)
@@ -83,7 +83,7 @@ def decode_options(
     if splits is not None and splits < 1:
         raise ValueError(f"`{op}`: `num_splits` must be at least 1; got {splits}.")
     return {
-        "softmax_scale": _common.canonical_scale(op, call["softmax_scale"], head_dim),
+        "softmax_scale": _common.canonical_scale(op, call["softmax_scale"], head_dim, dtype),
         "sliding_window": _common.canonical_window(op, call["sliding_window"], causal=True),
         "logits_soft_cap": _common.canonical_cap(op, call["logits_soft_cap"]),
         "softmax_aux": _common.canonical_sinks(op, call["softmax_aux"], num_q_heads),
@@ -138,7 +138,7 @@ def canonicalize(values: dict[str, Any]) -> PageAttentionArgs:
         context_lens=jnp.asarray(values["context_lens"], jnp.int32),
         block_tables=jnp.asarray(values["block_tables"], jnp.int32),
         block_size=page_size,
-        **decode_options(op, values, num_q_heads, num_kv_heads, head_dim),
+        **decode_options(op, values, num_q_heads, num_kv_heads, head_dim, query.dtype),
     )
 
 

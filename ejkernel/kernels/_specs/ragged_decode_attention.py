@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _paged, page_attention
+from ejkernel.kernels._specs import _common, _paged, page_attention
 from ejkernel.ops.core.types import FwdParams
 
 
@@ -23,7 +23,7 @@ class RaggedDecodeAttentionArgs(_spec.OpArgs):
     value: Shaped[Array, "b s g e"]
     sequence_start: Int[Array, "b"]
     sequence_end: Int[Array, "b"]
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=page_attention.default_scale, computed=True
     )
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -73,7 +73,9 @@ def canonicalize(values: dict[str, Any]) -> RaggedDecodeAttentionArgs:
         sequence_start=jnp.asarray(values["sequence_start"], jnp.int32),
         sequence_end=jnp.asarray(values["sequence_end"], jnp.int32),
         token_axis=token_axis,
-        **page_attention.decode_options(op, values, query.shape[1], num_kv_heads, head_dim),
+        **page_attention.decode_options(
+            op, values, query.shape[1], num_kv_heads, head_dim, query.dtype
+        ),
     )
 
 

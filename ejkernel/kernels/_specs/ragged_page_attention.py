@@ -16,7 +16,7 @@ from ejkernel.ops.core.types import FwdParams
 
 
 def default_scale(scale: float | None, args: Any) -> bool:
-    return scale in (None, _common.canonical_scale("", None, args.queries.shape[-1]))
+    return scale in (None, _common.default_scale(args.queries.shape[-1]))
 
 
 @_spec.op_args
@@ -29,7 +29,7 @@ class RaggedPageAttentionArgs(_spec.OpArgs):
     block_tables: Int[Array, "i m"]
     query_start_loc: Int[Array, "i1"]
     num_seqs: Integer[Array, "one"] = dataclasses.field(metadata={"ranks": (0,)})
-    softmax_scale: float | None = _spec.static(default=None, unset=default_scale, computed=True)
+    softmax_scale: _common.Scale = _spec.static(default=None, unset=default_scale, computed=True)
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
         default=None, unset=page_attention.no_window
     )
@@ -84,7 +84,9 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionArgs:
         queries=queries,
         kv_pages=kv_pages,
         **integers,
-        **page_attention.decode_options(op, values, num_q_heads, double // 2, head_dim),
+        **page_attention.decode_options(
+            op, values, num_q_heads, double // 2, head_dim, queries.dtype
+        ),
     )
 
 
@@ -129,6 +131,7 @@ class PagedSpec(_spec.OpSpec):
             outputs=outputs,
             shardable=made.shardable | {"g2"},
             aliases=made.aliases | {"g2": "h"},
+            units={"g2": 2},
             localize=self._whole_heads,
         )
 

@@ -26,7 +26,7 @@ class RaggedPageAttentionV3Args(_spec.OpArgs):
     block_tables: Int[Array, "i m"]
     query_start_loc: Int[Array, "i1"]
     distribution: Int[Array, "three"]
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=ragged_page_attention.default_scale, computed=True
     )
     sliding_window: int | tuple[int | None, int | None] | None = _spec.static(
@@ -83,7 +83,9 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionV3Args:
     return RaggedPageAttentionV3Args(  # no kernel sees `donate_cache`
         **floats,
         **integers,
-        **page_attention.decode_options(op, values, num_q_heads, num_kv_heads, head_dim),
+        **page_attention.decode_options(
+            op, values, num_q_heads, num_kv_heads, head_dim, floats["queries"].dtype
+        ),
     )
 
 

@@ -35,7 +35,7 @@ class RingAttentionArgs(_spec.OpArgs):
     # columns are the keys of all devices, in their own order
     attention_mask: Shaped[Array, "#b #h #t #columns"] | None = _spec.array(hint=MASK_HINT)
     bias: Float[Array, "#b #h #t #columns"] | None = _spec.array(hint=MASK_HINT)
-    softmax_scale: float | None = _spec.static(
+    softmax_scale: _common.Scale = _spec.static(
         default=None, unset=flash_attention.default_scale, computed=True
     )
     dropout_prob: float = _spec.static(default=0.0)

@@ -63,7 +63,7 @@ SPEC = ragged_page_attention.PagedSpec(
     config=UpdateKVPagesConfig,
     debug=functools.partial(update_paged_cache.check_slots, _OP, "kv_pages", 1),
     written=("kv_pages",),
-    shardable=frozenset({"g"}),
+    shardable=frozenset({"h", "g"}),
     aliases={"g": "h"},
     **update_paged_cache.FAMILY,
 )

@@ -156,4 +156,5 @@ SPEC = _spec.OpSpec(
     written=("key_cache", "value_cache"),
     shardable=frozenset({"g"}),
     **FAMILY,
+    heads="g",
 )

@@ -16,7 +16,7 @@ def apply_native_sparse_attention(
     block_indices: Int[Array, "b t g k"],
     block_counts: int | Int[Array, "b t g"] | None = None,
     block_size: int = 64,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     cu_seqlens: Int[Array, "n1"] | None = None,
     *,
     fwd_params: FwdParams | None = None,
@@ -40,13 +40,13 @@ def apply_native_sparse_attention(
         is not seen, one listed twice counts once.
       block_counts: How many leading entries of a list count. Default: all.
       block_size: Tokens of a block.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       cu_seqlens: With batch 1, where packed sequences begin and end; tokens of none give 0.
       fwd_params: `q_blocksize` is the queries of a tile forward; None lets the library choose.
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output.
 

@@ -24,7 +24,7 @@ def attention(
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = None,
     bias: Float[Array, "#b #h #t #s"] | None = None,
     causal: bool = False,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | Integer[Array, "..."] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,

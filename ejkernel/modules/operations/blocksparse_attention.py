@@ -20,7 +20,7 @@ def blocksparse_attention(
     bias: Float[Array, "#b #h #t #s"] | None = None,
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = None,
     causal: bool = False,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
@@ -55,7 +55,7 @@ def blocksparse_attention(
       attention_mask: Bool or integer, nonzero where a query may see a key; an additive mask is a
         `bias`.
       causal: See only keys at or before the query's position.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       sliding_window: Keys visible to the left and right; an int means both, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n]; differentiable.
@@ -67,7 +67,7 @@ def blocksparse_attention(
       bwd_params: Block sizes of the backward kernel.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.
 

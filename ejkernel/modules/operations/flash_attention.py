@@ -17,7 +17,7 @@ def flash_attention(
     attention_mask: Shaped[Array, "#b #h #t #s"] | None = None,
     bias: Float[Array, "#b #h #t #s"] | None = None,
     causal: bool = False,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | Integer[Array, "..."] | None = None,
     fwd_params: FwdParams | None = None,
@@ -55,7 +55,7 @@ def flash_attention(
         `bias`.
       bias: Added to the scaled scores; differentiable, summed over its broadcast axes.
       causal: See only keys at or before the query's position.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       dropout_prob: Share of weights dropped, in [0, 1).
       dropout_seed: 64-bit int, scalar or uint32[2]; the mask is the same on every backend.
       fwd_params: Block sizes of the forward kernel; None lets the library choose.
@@ -73,7 +73,7 @@ def flash_attention(
       deterministic: Refuse kernels whose results may differ from run to run.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.
 

@@ -16,7 +16,7 @@ def gla(
     g: Float[Array, "b t h d"] | None = None,
     g_gamma: Float[Array, "h"] | None = None,
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     initial_state: Float[Array, "n h d e"] | None = None,
     reverse: bool = False,
     cu_seqlens: Int[Array, "n1"] | None = None,
@@ -42,7 +42,7 @@ def gla(
       value: Values; their head size may differ.
       g: Log gates, one for each element of a key.
       g_gamma: Log decay of each head at every step.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       initial_state: The state before the first token, of each row or packed sequence.
       reverse: Run from the last token to the first.
       cu_seqlens: With batch 1, where packed sequences begin and end; tokens of none give 0.
@@ -51,7 +51,7 @@ def gla(
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and state.
 

@@ -19,7 +19,7 @@ def lightning_attention(
     layer_idx: int | None = None,
     num_layers: int | None = None,
     g_gamma: Float[Array, "h"] | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     initial_state: Float[Array, "n h d e"] | None = None,
     reverse: bool = False,
     cu_seqlens: Int[Array, "n1"] | None = None,
@@ -45,7 +45,7 @@ def lightning_attention(
       num_layers: The layers of the model.
       g_gamma: Log decay of each head at every step, instead of `layer_idx` and `num_layers`;
         differentiable. `lightning_decay` makes the usual ones.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       initial_state: The state before the first token, of each row or packed sequence.
       reverse: Run from the last token to the first.
       cu_seqlens: With batch 1, where packed sequences begin and end; tokens of none give 0.
@@ -54,7 +54,7 @@ def lightning_attention(
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and state.
 

@@ -35,7 +35,7 @@ def mean_pooling(
         length.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Platform and backend in one value.
-      mesh: Devices to split batch, heads and features over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch, heads and features over, as the specs say if given.
       in_specs: PartitionSpecs of `inputs` and `mask` in order, or by name; others are derived.
       out_specs: PartitionSpec of the output.
 

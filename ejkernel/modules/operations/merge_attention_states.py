@@ -33,7 +33,7 @@ def merge_attention_states(
       lse_b: Log-sum-exp of its rows.
       platform: As in `flash_attention`.
       cfg: As in `flash_attention`; there is nothing to tune.
-      mesh: Devices to split batch, tokens and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch, tokens and heads over, as the specs say if given.
       in_specs: PartitionSpecs of the arrays in order, or by name.
       out_specs: PartitionSpecs of output and lse.
 

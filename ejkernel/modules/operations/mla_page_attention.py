@@ -17,7 +17,7 @@ def mla_page_attention(
     query_start_loc: Int[Array, "i1"],
     num_seqs: int | Integer[Array, "..."],
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
@@ -62,7 +62,7 @@ def mla_page_attention(
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
-      mesh: Devices to split heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.
 

@@ -20,7 +20,7 @@ def native_sparse_attention(
     block_counts: int | Int[Array, "b t g"] = 16,
     block_size: int = 64,
     window_size: int = 0,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     cu_seqlens: Int[Array, "n1"] | None = None,
     *,
     fwd_params: FwdParams | None = None,
@@ -55,13 +55,13 @@ def native_sparse_attention(
         many of their leading entries count.
       block_size: Tokens of a block.
       window_size: Keys of the window, the query's own position counted.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       cu_seqlens: With batch 1, where packed sequences begin and end; tokens of none give 0.
       fwd_params: `q_blocksize` is the queries of a tile forward; None lets the library choose.
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
-      mesh: Devices to split batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output.
 

@@ -14,7 +14,7 @@ def page_attention(
     value_cache: Shaped[Array, "p g w e"],
     context_lens: Int[Array, "b"],
     block_tables: Int[Array, "b m"],
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     block_size: int | None = None,
     *,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -45,7 +45,7 @@ def page_attention(
       value_cache: Pages of values; their head size may differ.
       context_lens: Keys of each sequence; at most what its table has room for.
       block_tables: Pages of each sequence in order; ids are clamped to the pages there are.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number or an array of shape (). Default: head size ** -0.5.
       block_size: Must be the page size when given.
       sliding_window: Keys visible to the left of the query; an int or a pair, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
@@ -57,7 +57,7 @@ def page_attention(
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
-      mesh: Devices to split sequences and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split sequences and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.
 

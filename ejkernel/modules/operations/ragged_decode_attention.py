@@ -15,7 +15,7 @@ def ragged_decode_attention(
     sequence_start: Int[Array, "b"],
     sequence_end: Int[Array, "b"],
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
@@ -43,7 +43,7 @@ def ragged_decode_attention(
       value: Values; their head size may differ.
       sequence_start: First key of each row.
       sequence_end: One after the last key of each row.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number or an array of shape (). Default: head size ** -0.5.
       sliding_window: Keys visible to the left of the query; an int or a pair, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
@@ -54,7 +54,7 @@ def ragged_decode_attention(
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
-      mesh: Devices to split rows and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split rows and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays, or by name, for a query without token axis.
       out_specs: PartitionSpec of the output [b, h, e], or of output and lse [b, h].
 

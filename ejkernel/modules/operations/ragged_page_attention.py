@@ -16,7 +16,7 @@ def ragged_page_attention(
     query_start_loc: Int[Array, "i1"],
     num_seqs: int | Integer[Array, "..."],
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
@@ -47,7 +47,7 @@ def ragged_page_attention(
       block_tables: Pages of each sequence in order; ids are clamped to the pages there are.
       query_start_loc: First query of each sequence, and the end of the last.
       num_seqs: Sequences that count, the first ones.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number or an array of shape (). Default: head size ** -0.5.
       sliding_window: Keys visible to the left of a query; an int or a pair, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
@@ -58,7 +58,7 @@ def ragged_page_attention(
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
-      mesh: Devices to split heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived. The
         heads of `kv_pages` are split like those of `queries`; a single key head stays whole.
       out_specs: PartitionSpec of the output, or of output and lse.

@@ -18,7 +18,7 @@ def ragged_page_attention_v3(
     query_start_loc: Int[Array, "i1"],
     distribution: Int[Array, "three"],
     *,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_aux: Float[Array, "..."] | None = None,
@@ -55,7 +55,7 @@ def ragged_page_attention_v3(
       query_start_loc: First token of each sequence, and the end of the last.
       distribution: (i, j, k): sequences before i have one query, up to j have all their keys in
         this step, up to k have any; those after k do not count. Only k changes the result.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number or an array of shape (). Default: head size ** -0.5.
       sliding_window: Keys visible to the left of a query; an int or a pair, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
@@ -68,7 +68,7 @@ def ragged_page_attention_v3(
       donate_cache: Outside a jit, change the pages in place; the array passed is gone after.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
-      mesh: Devices to split heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived. The
         heads of `kv_pages` are split like those of `queries`; a single key head is refused.
       out_specs: PartitionSpecs of output and pages, and of lse.

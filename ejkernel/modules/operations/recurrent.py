@@ -53,7 +53,7 @@ def recurrent(
       reverse: Run from the last step, with `lengths` from the last real one, to the first.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Platform and backend in one value.
-      mesh: Devices to split the batch over, with `in_specs` and `out_specs`.
+      mesh: Devices to split the batch over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of `inputs` and `hidden` in order, or by name; others are derived.
       out_specs: PartitionSpecs of the output, of h and, for an lstm, of c.
 

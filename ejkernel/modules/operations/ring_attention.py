@@ -19,7 +19,7 @@ def ring_attention(
     layout: str = "contiguous",
     attention_mask: Shaped[Array, "#b #h #t #columns"] | None = None,
     bias: Float[Array, "#b #h #t #columns"] | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
     dropout_prob: float = 0.0,
     dropout_seed: int | Integer[Array, "..."] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
@@ -57,7 +57,7 @@ def ring_attention(
       attention_mask: Bool or integer, nonzero where a query may see a key; rows as stored, columns
         by the position of the key in the whole sequence.
       bias: Added to the scaled scores, laid out like `attention_mask`; differentiable.
-      softmax_scale: Default: head size ** -0.5.
+      softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       dropout_prob: Share of weights dropped; over several devices only with "ulysses".
       dropout_seed: 64-bit int, scalar or uint32[2]; the mask is that of `flash_attention`.
       sliding_window: Keys visible to the left and right; an int means both, -1 no limit.
@@ -69,7 +69,7 @@ def ring_attention(
       return_lse: Also return the log-sum-exp of each row, float32, differentiable.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Blocks of the attention inside.
-      mesh: Devices to split tokens, batch and heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split tokens, batch and heads over, as the specs say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.
 

@@ -40,7 +40,7 @@ def update_paged_cache(
       donate_cache: Outside a jit, change the caches in place; the arrays passed are gone after.
       platform: "auto" or "xla"; a name never falls back.
       cfg: The platform as a config.
-      mesh: Devices to split heads over, with `in_specs` and `out_specs`.
+      mesh: Devices to split heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpecs of both caches.
 

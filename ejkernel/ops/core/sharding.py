@@ -27,6 +27,10 @@ class Layout:
     instead: str  # what to use to split another axis
     # axes that no other mesh axes may split, such as tokens by the ring they travel on
     only: Mapping[str, Axes] = dataclasses.field(default_factory=dict)
+    batch: str = "b"  # the axes that a mesh without specs splits
+    heads: str = "h"
+    # elements of an axis that stay together, such as a head's keys and values
+    units: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def apply(
@@ -43,7 +47,11 @@ def apply(
         if request.mesh is not None:
             raise ValueError(f"`{kernel.name}`: nobody says which axes of its arrays may be split.")
         return run(args)
-    split = _split_axes(kernel.name, layout, args, mesh, _by_name(kernel.name, layout, given))
+    if given is None:
+        split = _spread(kernel.name, layout, args, mesh)
+    else:
+        split = _split_axes(kernel.name, layout, args, mesh, _by_name(kernel.name, layout, given))
+    _check_sizes(kernel.name, layout, args, mesh, split)
     specs = {
         name: _spec(array.shape, layout.arrays[name], layout, split)
         for name, array in args.arrays().items()
@@ -122,7 +130,67 @@ def _split_axes(
                         f"`{op}`: axis {axis!r} is split over {split[axis]} and, for `{name}`, "
                         f"over {over}."
                     )
-    for name, array in arrays.items():
+    return split
+
+
+def _spread(op: str, layout: Layout, args: AbstractArgs, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Which mesh axes split which axis of the op when no specs are given.
+
+    Axes that only certain mesh axes may split get those. The first of the other mesh axes splits
+    the batch, or the heads if its size does not divide the batch. Each further one splits the
+    heads, or the batch. Over a mesh axis that divides neither, all arrays are replicated.
+    """
+    split: dict[str, tuple[str, ...]] = {}
+    for axis, over in layout.only.items():
+        if unknown := [mesh_axis for mesh_axis in over if mesh_axis not in mesh.shape]:
+            raise ValueError(
+                f"`{op}`: the call splits axis {axis!r} over {unknown}; the mesh has "
+                f"{tuple(mesh.shape)}."
+            )
+        split[layout.aliases.get(axis, axis)] = over
+    room = {
+        axis: min(sizes.values())
+        for axis in (layout.batch, layout.heads)
+        if axis in layout.shardable and (sizes := _pieces(axis, layout, args))
+    }
+    if not room:
+        out = f"Pass `in_specs` and `out_specs` to split {sorted(layout.shardable)}."
+        raise ValueError(
+            f"`{op}`: a `mesh` alone splits batch and heads, and this call has neither. "
+            + (out if layout.shardable else "None of its axes can be split.")
+        )
+    taken = {mesh_axis for over in split.values() for mesh_axis in over}
+    free = [mesh_axis for mesh_axis in mesh.shape if mesh_axis not in taken]
+    for place, mesh_axis in enumerate(free):
+        size = mesh.shape[mesh_axis]
+        order = (layout.heads, layout.batch) if place else (layout.batch, layout.heads)
+        for axis in order:
+            if size > 1 and room.get(axis, 0) and room[axis] % size == 0:
+                room[axis] //= size
+                split[axis] = (*split.get(axis, ()), mesh_axis)
+                break
+    return split
+
+
+def _pieces(axis: str, layout: Layout, args: AbstractArgs) -> dict[str, int]:
+    """Into how many pieces an axis, and each that is split like it, can be cut."""
+    sizes: dict[str, int] = {}
+    for name, array in args.arrays().items():
+        for own, size in zip(layout.arrays[name], array.shape, strict=True):
+            if layout.aliases.get(own, own) == axis:
+                # an array that broadcasts has one element there
+                sizes[own] = max(sizes.get(own, 0), size // layout.units.get(own, 1))
+    return sizes
+
+
+def _check_sizes(
+    op: str,
+    layout: Layout,
+    args: AbstractArgs,
+    mesh: Mesh,
+    split: dict[str, tuple[str, ...]],
+) -> None:
+    for name, array in args.arrays().items():
         for axis, size in zip(layout.arrays[name], array.shape, strict=True):
             over = split.get(layout.aliases.get(axis, axis), ())
             count = math.prod(mesh.shape[mesh_axis] for mesh_axis in over)
@@ -131,7 +199,6 @@ def _split_axes(
                     f"`{op}`: {count} devices do not divide the {size} elements of axis {axis!r} "
                     f"of `{name}`."
                 )
-    return split
 
 
 def _check_axis(

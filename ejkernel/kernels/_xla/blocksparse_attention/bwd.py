@@ -56,6 +56,8 @@ def backward(
     grads["query"] = (dq * args.softmax_scale).astype(args.query.dtype)
     grads["key"] = (_of_keys(pairs, chunks, dk) * args.softmax_scale).astype(args.key.dtype)
     grads["value"] = _of_keys(pairs, chunks, dv).astype(args.value.dtype)
+    if "softmax_scale" in wanted:
+        grads["softmax_scale"] = dense.scale_gradient(args.query, dq)
     if dbias is not None:
         full = args.bias.shape
         grads["bias"] = dbias[..., : full[2], : full[3]].reshape(full).astype(args.bias.dtype)

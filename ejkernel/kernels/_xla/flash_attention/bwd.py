@@ -71,14 +71,14 @@ def backward(
     dbias, (dq, dk, dv) = loops.scan(chunks[0] * chunks[1], rows, dbias)
     # dq: [chunks, bb, gg, r, T, d]; dk, dv: [chunks, nk, bb, gg, bk, d]
     dq = dq.reshape(*chunks, *dq.shape[1:]).transpose(0, 2, 5, 1, 3, 4, 6)
-    dq = dq.reshape(batch, pairs.padded_t, num_q_heads, -1)[:, :t] * args.softmax_scale
+    dq = dq.reshape(batch, pairs.padded_t, num_q_heads, -1)[:, :t]
 
     def of_keys(x: jax.Array) -> jax.Array:
         x = x.reshape(*chunks, *x.shape[1:]).transpose(0, 3, 2, 5, 1, 4, 6)
         return x.reshape(batch, pairs.padded_s, pairs.groups, -1)[:, :s]
 
     grads = {
-        "query": dq.astype(args.query.dtype),
+        "query": (dq * args.softmax_scale).astype(args.query.dtype),
         "key": (of_keys(dk) * args.softmax_scale).astype(args.key.dtype),
         "value": of_keys(dv).astype(args.value.dtype),
     }
@@ -87,7 +87,16 @@ def backward(
         grads["bias"] = dbias[..., : full[2], : full[3]].reshape(full).astype(args.bias.dtype)
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = sink_gradient(args, lse, delta)
+    if "softmax_scale" in wanted:
+        grads["softmax_scale"] = scale_gradient(args.query, dq)
     return grads
+
+
+def scale_gradient(query: jax.Array, dq: jax.Array) -> jax.Array:
+    """The gradient of `softmax_scale` from that of the scaled query, dq; in the dtype of dq."""
+    # a query that no result depends on has a gradient of 0, whatever it holds
+    terms = finite(query).astype(dq.dtype) * dq
+    return _sum(terms.sum(axis=-1).reshape(-1))
 
 
 def row_terms(args: Any, outputs, residuals, cotangents) -> tuple[jax.Array, jax.Array]:

@@ -11,9 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import chunks
+from ejkernel.kernels._xla.flash_attention import bwd as flash
 from ejkernel.kernels._xla.linear_recurrence import chunk, config, fwd, recurrent
 
-_SOURCES = {"q": {"query"}, "k": {"key"}, "v": {"value"}, "a": {"g", "gk", "g_gamma"}, "b": {"gv"}}
+_SOURCES = {
+    "q": {"query", "softmax_scale"},
+    "k": {"key"},
+    "v": {"value"},
+    "a": {"g", "gk", "g_gamma"},
+    "b": {"gv"},
+}
 
 
 def backward(
@@ -119,6 +126,7 @@ def _public(
     whole = {name: cut.join(x) for name, x in found.items()}
     made = {
         "query": lambda: whole["q"] * args.softmax_scale,
+        "softmax_scale": lambda: flash.scale_gradient(args.query, whole["q"]),
         "key": lambda: whole["k"],
         "value": lambda: whole["v"],
         "g": lambda: whole["a"].sum(axis=-1),

@@ -80,10 +80,14 @@ def _pull(
         lambda sums, index: _chunk(form, x, sums, index, wanted),
         _zeros(form, wanted),
     )
-    dq = form.join(of_rows.q) * args.softmax_scale
+    dq = form.join(of_rows.q)
+    grads = {}
+    if "softmax_scale" in wanted:
+        grads["softmax_scale"] = flash.scale_gradient(x.q, pairs.queries(dq))
+    dq = dq * args.softmax_scale
     weights = {"w_kc": sums.w_kc, "w_vc": sums.w_vc}
     split = form.latent_dim if form.absorb else form.nope
-    grads = {"query": dq[..., :split]}
+    grads["query"] = dq[..., :split]
     if args.b_q is not None:
         drope = dq[..., split:]
         shared = args.b_q.shape[2] != drope.shape[2]

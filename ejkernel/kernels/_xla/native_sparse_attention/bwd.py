@@ -32,27 +32,44 @@ def backward(
     have, x = fwd.branches(args), Operands(args)
     dout = cotangents[0].astype(x.dtype)
     grads: dict[str, Any] = {}
-    parts = []
+    parts, scaled = [], []  # and the gradients of scaled queries
     if have.compressed:
         dgate, *part = _compressed(x, cfg, x.queries(args.g_cmp), x.queries(dout))
         grads["g_cmp"] = x.from_queries(dgate)
-        parts.append((x.from_queries(part[0]), x.from_keys(part[1]), x.from_keys(part[2])))
+        scaled.append(part[0])
+        parts.append(_of_tokens(x, *part))
     if have.selected:
         out, lse, bits = residuals[:3]
         dgate, gated = _gate(args.g_slc, out, dout)
         grads["g_slc"] = dgate
         part = _selected(x, cfg, (out, lse, bits), gated.astype(args.query.dtype))
-        parts.append((x.from_queries(part[0]), x.from_keys(part[1]), x.from_keys(part[2])))
+        scaled.append(part[0])
+        parts.append(_of_tokens(x, *part))
     if have.window:
         out, lse = residuals[3:]
         grads["g_swa"], gated = _gate(args.g_swa, out, dout)
         window = flash.backward(
-            fwd.as_window(args), config.window(cfg), (out,), (lse,), (gated,), frozenset()
+            fwd.as_window(args),
+            config.window(cfg),
+            (out,),
+            (lse,),
+            (gated,),
+            wanted & {"softmax_scale"},
         )
         parts.append(tuple(window[name].astype(x.dtype) for name in ("query", "key", "value")))
+    if "softmax_scale" in wanted:
+        total = sum(scaled[1:], scaled[0]) if scaled else jnp.zeros(x.q.shape, x.dtype)
+        grads["softmax_scale"] = flash.scale_gradient(x.q, total)
+        if have.window:
+            grads["softmax_scale"] += window["softmax_scale"]
     for name, *terms in zip(("query", "key", "value"), *parts, strict=True):
         grads[name] = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(getattr(args, name))
     return {name: grads[name].astype(getattr(args, name).dtype) for name in wanted}
+
+
+def _of_tokens(x: Operands, dq: jax.Array, dk: jax.Array, dv: jax.Array) -> tuple[Any, ...]:
+    """Gradients of q, k and v as the caller has them, from those of scaled queries, k and v."""
+    return x.from_queries(dq * x.args.softmax_scale), x.from_keys(dk), x.from_keys(dv)
 
 
 def _gate(gate: Any, out: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +81,7 @@ def _gate(gate: Any, out: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _compressed(x: Operands, cfg: config.Config, gate: jax.Array, dout: jax.Array) -> Any:
-    """Gradients of gate [m, t, r], q, k and v through the means of blocks."""
+    """Gradients of gate [m, t, r], scaled q, k and v through the means of blocks."""
     tile = min(cfg.block_t, x.t)
     count = -(-x.t // tile)
     tokens = table.padded(x.table.tokens, count * tile)
@@ -96,13 +113,13 @@ def _compressed(x: Operands, cfg: config.Config, gate: jax.Array, dout: jax.Arra
 
     dgate, dq, dkc, dvc = loops.stack(x.m, row)
     dgate = dgate.reshape(x.m, count * tile, x.repeat)[:, : x.t]
-    dq = dq.reshape(x.m, count * tile, x.repeat, x.d)[:, : x.t] * x.args.softmax_scale
+    dq = dq.reshape(x.m, count * tile, x.repeat, x.d)[:, : x.t]
     dk = table.spread(x.table, dkc) * x.args.softmax_scale
     return dgate, dq, dk, table.spread(x.table, dvc)
 
 
 def _selected(x: Operands, cfg: config.Config, residuals: Any, dout: jax.Array) -> Any:
-    """Gradients of q, k and v through the selected blocks."""
+    """Gradients of scaled q, k and v through the selected blocks."""
     out, lse, bits = residuals
     chunk = min(cfg.block_c, x.t)
     count = -(-x.t // chunk)
@@ -128,8 +145,8 @@ def _selected(x: Operands, cfg: config.Config, residuals: Any, dout: jax.Array) 
         return dq, dk[: x.t], dv[: x.t]
 
     dq, dk, dv = loops.stack(x.m, row)
-    scale = x.args.softmax_scale
-    return dq.reshape(x.m, count * chunk, x.repeat, x.d)[:, : x.t] * scale, dk * scale, dv
+    dq = dq.reshape(x.m, count * chunk, x.repeat, x.d)[:, : x.t]
+    return dq, dk * x.args.softmax_scale, dv
 
 
 def _visit(x: Operands, plan: schedule.Schedule, tile: Any, k, v, state: Any, offset: Any) -> Any:
