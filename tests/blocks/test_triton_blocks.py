@@ -135,7 +135,9 @@ def assert_same(actual, expected, rtol=2e-5, atol=2e-6):
 @example(seed=3, chunk=[2] * KEYS, hide=5, offset=(0.0, 0.0, 0.0), sinks=[0.5, -3.0], exact=False)
 @example(seed=4, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=[-np.inf], exact=True)
 @example(seed=5, chunk=[0, 1] * 8, hide=0, offset=(-90.0, 90.0, 0.0), sinks=[80.0], exact=False)
-@example(seed=6, chunk=[0, 1] * 8, hide=3, offset=(90.0, -90.0, 0.0), sinks=[-np.inf, 0.5], exact=True)
+@example(
+    seed=6, chunk=[0, 1] * 8, hide=3, offset=(90.0, -90.0, 0.0), sinks=[-np.inf, 0.5], exact=True
+)
 def test_chunking_never_changes_the_answer(seed, chunk, hide, offset, sinks, exact):
     logits, chunk, values = make(seed, hide, offset=offset, chunk=chunk)
     sinks = None if sinks is None else np.asarray(sinks, np.float32)

@@ -5,8 +5,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The largest logsumexp for which half precision needs no EXACT `weights`: others are then off by
-# 1.8e-4 of themselves, half of what float16 rounds away.
+# The largest logsumexp for which half precision needs no EXACT `weights`: those are off by 1.8e-4 of
+# themselves, half of what float16 rounds away.
 LARGE = tl.constexpr(1024.0)
 
 
@@ -24,19 +24,18 @@ def size(lse):
 
 @triton.jit
 def weights(x, lse, UNITS: tl.constexpr, SHIFT: tl.constexpr, EXACT: tl.constexpr):
-    """Weights from logits that are less by SHIFT and from the logsumexp; at most one.
+    """Weights from logits that are less by SHIFT and from the logsumexp.
 
-    If not EXACT, their exponents have three rounding errors of the logsumexp. EXACT costs two
-    instructions more: the exponent of a row's maximum that is its logsumexp is then zero. The
-    minimum also keeps the compiler from fusing the product with the difference.
+    EXACT costs three instructions more. The minimum bounds weights by one, and keeps the compiler
+    from fusing product and difference, so that a maximum which is its row's logsumexp has a weight
+    of one. If not EXACT, exponents have three rounding errors of the logsumexp: see LARGE.
     """
     reference = shift(lse) - SHIFT  # 0 for a row without keys
     if EXACT:
         x = tl.minimum(x * (UNITS * LN_2), reference, tl.PropagateNan.ALL) - reference
         return tl.math.exp2(x * LOG2_E)
     else:
-        x = x * UNITS - reference * LOG2_E
-        return tl.math.exp2(tl.minimum(x, 0.0, tl.PropagateNan.ALL))
+        return tl.math.exp2(x * UNITS - reference * LOG2_E)
 
 
 @triton.jit
