@@ -26,7 +26,8 @@ def sink_terms(args: Any, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """-exp(sink - lse) * delta, whose sum over the first axis is the gradient of the sinks."""
     sinks = args.softmax_aux.astype(lse.dtype)
     finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    weights = jnp.exp(sinks[None, :, None, :] - finite[..., None])  # [b, h, t, n]
+    finite = finite[..., None]
+    weights = jnp.exp(jnp.minimum(sinks[None, :, None, :], finite) - finite)  # [b, h, t, n]
     terms = (-weights * delta[..., None]).transpose(0, 2, 1, 3)
     return terms.reshape(terms[..., 0].size // sinks.shape[0] if sinks.size else 0, *sinks.shape)
 

@@ -44,7 +44,7 @@ ROWS, KEYS, WIDTH, CHUNKS = 4, 16, 4, 3
 def softmax_kernel(
     x, chunk, values, sinks, num_sinks, out, lse, weights,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
-    UNITS: tl.constexpr,
+    UNITS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Attention over the keys of one chunk after another, then the weights from the logsumexp."""
     o_r = tl.arange(0, ROWS)
@@ -60,18 +60,19 @@ def softmax_kernel(
         part = tl.where((b_c == c)[None, :], b_x, float("-inf"))
         m, l, p, alpha = softmax.update(m, l, part, UNITS)
         acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * b_v[None, :, :], 1)
+    m = m * (UNITS * softmax.LN_2)
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks, num_sinks, 4)
         acc *= alpha[:, None]
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     tl.store(out + o_r[:, None] * WIDTH + o_w[None, :], acc)
     tl.store(lse + o_r, softmax.logsumexp(m, l))
-    base = softmax.base(softmax.logsumexp(m, l) + 2.0, 2.0)
-    p = tl.math.exp2(b_x * UNITS - base[:, None])
+    shifted = (softmax.logsumexp(m, l) + 2.0)[:, None]
+    p = softmax.weights(b_x, shifted, UNITS, 2.0, EXACT)
     tl.store(weights + o_r[:, None] * KEYS + o_k[None, :], p)
 
 
-def in_chunks(logits, chunk, values, sinks=None, scale=1.0):
+def in_chunks(logits, chunk, values, sinks=None, scale=1.0, exact=False):
     """`logits` in natural units; the kernel gets them divided by `scale`."""
     return triton_call(
         softmax_kernel,
@@ -87,6 +88,7 @@ def in_chunks(logits, chunk, values, sinks=None, scale=1.0):
         WIDTH=WIDTH,
         CHUNKS=CHUNKS,
         UNITS=scale * 1.4426950408889634,
+        EXACT=exact,
     )
 
 
@@ -126,17 +128,20 @@ def assert_same(actual, expected, rtol=2e-5, atol=2e-6):
     hide=st.integers(0, KEYS),
     offset=st.tuples(*[st.sampled_from([0.0, 90.0, -90.0])] * CHUNKS),
     sinks=st.none() | st.lists(st.sampled_from([0.5, -3.0, 80.0, -np.inf]), min_size=1, max_size=4),
+    exact=st.booleans(),
 )
-@example(seed=1, chunk=[0] * KEYS, hide=0, offset=(0.0, 0.0, 0.0), sinks=None)
-@example(seed=2, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=None)
-@example(seed=3, chunk=[2] * KEYS, hide=5, offset=(0.0, 0.0, 0.0), sinks=[0.5, -3.0])
-@example(seed=4, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=[-np.inf])
-@example(seed=5, chunk=[0, 1] * 8, hide=0, offset=(-90.0, 90.0, 0.0), sinks=[80.0])
-@example(seed=6, chunk=[0, 1] * 8, hide=3, offset=(90.0, -90.0, 0.0), sinks=[-np.inf, 0.5])
-def test_chunking_never_changes_the_answer(seed, chunk, hide, offset, sinks):
+@example(seed=1, chunk=[0] * KEYS, hide=0, offset=(0.0, 0.0, 0.0), sinks=None, exact=False)
+@example(seed=2, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=None, exact=True)
+@example(seed=3, chunk=[2] * KEYS, hide=5, offset=(0.0, 0.0, 0.0), sinks=[0.5, -3.0], exact=False)
+@example(seed=4, chunk=[0, 1] * 8, hide=KEYS, offset=(0.0, 0.0, 0.0), sinks=[-np.inf], exact=True)
+@example(seed=5, chunk=[0, 1] * 8, hide=0, offset=(-90.0, 90.0, 0.0), sinks=[80.0], exact=False)
+@example(
+    seed=6, chunk=[0, 1] * 8, hide=3, offset=(90.0, -90.0, 0.0), sinks=[-np.inf, 0.5], exact=True
+)
+def test_chunking_never_changes_the_answer(seed, chunk, hide, offset, sinks, exact):
     logits, chunk, values = make(seed, hide, offset=offset, chunk=chunk)
     sinks = None if sinks is None else np.asarray(sinks, np.float32)
-    actual = in_chunks(logits, chunk, values, sinks)
+    actual = in_chunks(logits, chunk, values, sinks, exact=exact)
     out, lse, weights = at_once(logits, values, sinks)
     # weights are exp of lse, and a float32 of 90 is that coarse
     assert_same(actual, (out, lse, weights), rtol=5e-5, atol=1e-5)

@@ -244,6 +244,146 @@ def test_products_that_overflow_downwards_weigh_nothing(entry_name):
         assert _oracle.compare(out, oracle, naive, float(jnp.finfo(jnp.float32).eps)) is None
 
 
+# Scores of any size. Products of small whole numbers are exact, so the oracle has the same scores.
+
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+def whole_numbers(d, dtype, power, length=40):
+    """Attention of 2 heads with scores of about 100 times 2^power, and these scores, [h, t, s]."""
+    rng = np.random.default_rng(d)
+    q, k = rng.integers(-7, 8, (1, length, 2, d)), rng.integers(-63, 64, (1, length, 1, d))
+    v = rng.integers(-127, 128, (1, length, 1, d)) / 64
+    values = {"query": q, "key": k * 2.0**power, "value": v}
+    x = np.einsum("thd,sd->hts", q[0], k[0, :, 0]) * 2.0**power
+    x = (x.astype(np.float32) * np.float32(d**-0.5)).astype(np.float64)
+    return {n: jnp.asarray(a, dtype) for n, a in values.items()}, x
+
+
+def run_large(entry_name, values, options=None, rows=None):
+    """Outputs and gradients, compiled as a user compiles; and the cotangent, of some rows [t, h]."""
+    if "cudnn" in entry_name:
+        pytest.skip("cuDNN's arithmetic is its own")
+    args = make(values | {"return_lse": True} | (options or {}))
+    entry = harness.find_entry(OP, entry_name)
+    if (reason := entry.why_not(args)) is not None:
+        pytest.skip(f"refused: {reason}")
+    dout = jax.random.normal(jax.random.key(3), args.query.shape, jnp.float32)
+    dout = (dout if rows is None else dout * rows[None, :, :, None]).astype(args.query.dtype)
+    cotangents = (dout, jnp.zeros((1, 2, args.query.shape[1])))
+    wanted = tuple(n for n in ("query", "key", "value", "bias") if getattr(args, n) is not None)
+    made = harness.Problem(args, cotangents, wanted, None, None)
+    cfg = harness.configs(entry, args, "testing")
+    found = harness.run_entry(entry, made, cfg, compiler_options=OPTIMISED)
+    return found, np.asarray(dout, np.float64)
+
+
+def softmax64(x):
+    top = x.max(axis=-1, keepdims=True)
+    weights = np.exp(x - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / total, (top + np.log(total))[..., 0]
+
+
+# factors of 3e4 and of 1e5 in queries and keys
+LARGE = [("float32", 128, 30), ("bfloat16", 64, 34)]
+LARGE_TOO = [("float32", 64, 30), ("float32", 64, 34), ("float32", 128, 34)]
+LARGE_TOO += [("bfloat16", 64, 30), ("bfloat16", 128, 30), ("bfloat16", 128, 34)]
+ON_CPU = [pytest.mark.slow] if jax.default_backend() == "cpu" else []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "power"), [*LARGE, *(pytest.param(*row, marks=ON_CPU) for row in LARGE_TOO)]
+)
+def test_scores_of_a_million_millions(entry_name, dtype, d, power):
+    values, x = whole_numbers(d, dtype, power)
+    found, dout = run_large(entry_name, values)
+    weights, lse = softmax64(x)
+    assert 5e10 < np.abs(lse).max() < 2e13
+    ulp = np.spacing(np.abs(lse).astype(np.float32)).astype(np.float64)
+    assert (np.abs(found.outputs["lse"][0] - lse) <= 2 * ulp).all()
+    eps = float(jnp.finfo(dtype).eps)
+    out = np.einsum("hts,se->the", weights, np.asarray(values["value"], np.float64)[0, :, 0])
+    np.testing.assert_allclose(found.outputs["out"][0], out, rtol=0, atol=4 * eps)
+    for gradient in found.gradients.values():
+        assert np.isfinite(gradient).all()
+    most = np.abs(dout).sum(axis=(1, 2))  # of weights that are at most one
+    assert (np.abs(found.gradients["value"]) <= most[:, None, None] * (1 + 4 * eps)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "power", "causal"),
+    [
+        ("float32", 13, False),
+        ("bfloat16", 12, True),
+        pytest.param("float32", 6, True, marks=ON_CPU),
+        pytest.param("bfloat16", 6, False, marks=ON_CPU),
+    ],
+)
+def test_gradients_of_scores_up_to_a_million(entry_name, dtype, power, causal):
+    values, x = whole_numbers(24, dtype, power)
+    x = np.where(np.tri(40, dtype=bool), x, -np.inf) if causal else x
+    second, first = np.sort(x, axis=-1)[..., -2:].transpose(2, 0, 1)
+    # the sum of equal weights is known to the last place of the lse alone, 0.06 for a million
+    apart = (first - second > 16).T
+    found, dout = run_large(entry_name, values, {"causal": causal}, rows=apart)
+    assert apart.mean() > 0.9
+    assert 100 * 2**power < np.abs(first).max() < 1100 * 2**power
+    q, k, v = (np.asarray(values[n], np.float64)[0] for n in ("query", "key", "value"))
+    weights, _ = softmax64(x)
+    dweights = np.einsum("the,se->hts", dout[0], v[:, 0])
+    dx = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True)) * 24**-0.5
+    eps = float(jnp.finfo(dtype).eps)
+    noise = 16 * eps * np.abs(dweights).max() * 24**-0.5  # of a row whose differences cancel
+    expected = {
+        "value": (np.einsum("hts,the->se", weights, dout[0])[:, None], 16 * eps),
+        "query": (np.einsum("hts,sd->thd", dx, k[:, 0]), noise * np.abs(k).max()),
+        "key": (np.einsum("hts,thd->sd", dx, q)[:, None], 40 * noise * np.abs(q).max()),
+    }
+    for name, (gradient, bound) in expected.items():
+        bound = max(bound, 4 * eps * np.abs(gradient).max())
+        np.testing.assert_allclose(found.gradients[name][0], gradient, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bias_of_minus_infinity_hides_a_key_under_a_cap(entry_name, dtype):
+    values = {n: x.astype(dtype) for n, x in arrays(1, 40, 40, 2, 1, 8, 8).items()}
+    hidden = np.random.default_rng(0).random((1, 2, 40, 40)) < 0.4
+    hidden[:, :, 11] = True  # a row without a key
+    options = {"logits_soft_cap": 2.0, "return_lse": True}
+    bias = jnp.where(hidden, -jnp.inf, 0.0)
+    actual, made = run(entry_name, make(values | options | {"bias": bias}))
+    assert np.isneginf(made.oracle.outputs["lse"][:, :, 11]).all()
+    assert (made.oracle.gradients["bias"][hidden] == 0.0).all()
+    harness.assert_close_to_oracle(actual, made)
+    masked = harness.solve(SPEC, make(values | options | {"attention_mask": ~hidden}), ("query",))
+    for name, value in masked.oracle.outputs.items():
+        np.testing.assert_allclose(made.oracle.outputs[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cap_comes_before_bias_and_slopes(entry_name):
+    """Written out in float64, independent of the oracle."""
+    values = arrays(1, 24, 24, 2, 1, 8, 8)
+    bias = 3.0 * jax.random.normal(jax.random.key(5), (1, 2, 24, 24))
+    options = {"logits_soft_cap": 1.5, "bias": bias, "alibi_slopes": jnp.asarray([0.5, -0.25])}
+    found, dout = run_large(entry_name, values, options)
+    q, k, v = (np.asarray(values[n], np.float64) for n in ("query", "key", "value"))
+    capped = np.tanh(np.einsum("bthd,bsd->bhts", q, k[:, :, 0]) * 8**-0.5 / 1.5)
+    slopes = np.asarray([0.5, -0.25])[:, None, None]
+    x = 1.5 * capped + np.asarray(bias, np.float64)
+    x = x + slopes * (np.arange(24)[None, :] - np.arange(24)[:, None])
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(
+        found.outputs["out"], np.einsum("bhts,bse->bthe", weights, v[:, :, 0]), atol=3e-6
+    )
+    dweights = np.einsum("bthe,bse->bhts", dout, v[:, :, 0])
+    dx = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
+    np.testing.assert_allclose(found.gradients["bias"], dx, atol=3e-6)
+    dq = np.einsum("bhts,bsd->bthd", dx * (1 - capped**2), k[:, :, 0]) * 8**-0.5
+    np.testing.assert_allclose(found.gradients["query"], dq, atol=3e-6)
+
+
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 

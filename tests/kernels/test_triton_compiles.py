@@ -94,7 +94,8 @@ def configs(pick, direction, arrays, options, target):
 def assert_compiles(direction, cfg, arrays, options, name):
     made = launches(direction, cfg, arrays, options)
     tables = [x for x in made if x[0].kernel.__name__ == "block_table_kernel"]
-    again = 2 if options else 1  # what is masked may have to be done again
+    # what is masked may have to be done again, and in half precision what has large scores
+    again = 2 if options or arrays["query"].dtype.itemsize < 4 else 1
     passes = 2 * again
     if direction == "forward":  # without the series of a cap, where logits are above it
         passes = 2 if options is CAPPED else 1

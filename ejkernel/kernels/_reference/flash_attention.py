@@ -25,13 +25,13 @@ def attend(args) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     x = jnp.einsum("bthd,bshd->bhts", args.query, k, precision=exact, preferred_element_type=wide)
     x = x * args.softmax_scale
+    if args.logits_soft_cap is not None:
+        x = args.logits_soft_cap * jnp.tanh(x / args.logits_soft_cap)
     if args.bias is not None:
         x = x + args.bias.astype(wide)
     if args.alibi_slopes is not None:
         distance = (k_pos[:, None, :] - q_pos[:, :, None])[:, None].astype(wide)  # [b, 1, t, s]
         x = x + args.alibi_slopes.astype(wide)[None, :, None, None] * distance
-    if args.logits_soft_cap is not None:
-        x = args.logits_soft_cap * jnp.tanh(x / args.logits_soft_cap)
 
     left, right = args.sliding_window
     if left is not None:

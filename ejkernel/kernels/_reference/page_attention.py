@@ -44,10 +44,10 @@ def decode(args, key, value, start, end) -> tuple[jax.Array, jax.Array]:
     x = x * args.softmax_scale
     if args.k_scale is not None:
         x = x * per_head(args.k_scale)
-    if args.alibi_slopes is not None:
-        x = x + args.alibi_slopes.astype(wide)[None, :, None] * (position - last)[:, None]
     if args.logits_soft_cap is not None:
         x = args.logits_soft_cap * jnp.tanh(x / args.logits_soft_cap)
+    if args.alibi_slopes is not None:
+        x = x + args.alibi_slopes.astype(wide)[None, :, None] * (position - last)[:, None]
     x = jnp.where(visible[:, None], x, -jnp.inf)
     if args.softmax_aux is not None:
         sinks = args.softmax_aux.astype(wide)[None]

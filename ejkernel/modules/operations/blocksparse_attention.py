@@ -38,7 +38,7 @@ def blocksparse_attention(
 ) -> Float[Array, "b t h e"] | tuple[Float[Array, "b t h e"], Float[Array, "b h t"]]:
     """Softmax attention over listed blocks of pairs; the others are neither read nor computed.
 
-    out = softmax(cap(scale * query @ key.T + bias), where=masks) @ value, where a query of block i
+    out = softmax(cap(scale * query @ key.T) + bias, where=masks) @ value, where a query of block i
     sees a key of block j only if sparsity_mask[..., i, j].
 
     All masks are and-ed. Query i stands at position s - t + i (bottom-right). A query that sees no

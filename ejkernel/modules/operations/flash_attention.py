@@ -42,7 +42,7 @@ def flash_attention(
 ) -> Float[Array, "b t h e"] | tuple[Float[Array, "b t h e"], Float[Array, "b h t"]]:
     """Softmax attention, exact, with memory linear in the lengths, forward and backward.
 
-    out = softmax(cap(scale * query @ key.T + bias + alibi), where=masks) @ value
+    out = softmax(cap(scale * query @ key.T) + bias + alibi, where=masks) @ value
 
     Masks are and-ed. Without lengths, query i stands at position s - t + i (bottom-right). A query
     that sees no key gives 0 and lse -inf. Values that no query sees may be NaN.

@@ -10,7 +10,8 @@ import triton.language as tl
 from ejkernel.kernels._triton._blocks import addresses
 from ejkernel.kernels._triton._blocks import mask as masks
 
-# A hidden logit under a cap, in backward: its weight is 0, and the cap's derivative still finite
+# A hidden logit that is its own capped value, in backward: its weight is 0, and the cap's derivative
+# still finite
 DEEP = tl.constexpr(-1e15)
 SERIES_END = tl.constexpr(1.2)  # of `cap_series`
 
@@ -60,7 +61,7 @@ def cap_series(x, square, SLOPE: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def cap_slope(x, CAP: tl.constexpr, EXACT: tl.constexpr):
-    """Derivative of a capped logit, as `logits` gives it, after what is capped."""
+    """Derivative of a capped score by what is capped, from the second result of `logits`."""
     if EXACT:
         y = x * (1.0 / CAP)
         return 1.0 - y * y
@@ -89,24 +90,26 @@ def logits(
     EXACT: tl.constexpr,
     ROOMY: tl.constexpr,
 ):
-    """Scores in natural units; if not NATURAL, the bare dots, left to the softmax to scale.
+    """Scores, and what they are after the cap and before bias and slopes.
 
-    Under a cap and not EXACT, scores less the cap, in units of twice the cap. ROOMY: see `mask`.
+    They are in natural units; if not NATURAL, they are the bare dots, left to the softmax to scale.
+    Under a cap and not EXACT, which needs calls without bias and slopes, they are less by the cap
+    and in units of twice the cap. ROOMY: see `mask`.
     """
     x = dots
-    FACTOR: tl.constexpr = 1.0 if BIAS or SLOPES or EXACT else SCALE  # left to the cap
-    if NATURAL and (CAP is None or FACTOR == 1.0):
+    if CAP is not None:
+        if EXACT:
+            x = CAP * tanh(tl.div_rn(x * SCALE, CAP))
+        else:
+            x = below_cap(x, SCALE, CAP)
+    elif NATURAL:
         x = x * SCALE
+    capped = x
     if BIAS:
         x += addresses.load_pairs(bias, o_q, o_k, bias_t, bias_s, num_q, num_k).to(tl.float32)
     if SLOPES:
         x += slope * masks.distance(q_pos, k_pos, ROOMY)
-    if CAP is not None:
-        if EXACT:
-            x = CAP * tanh(tl.div_rn(x, CAP))
-        else:
-            x = below_cap(x, FACTOR, CAP)
-    return x
+    return x, capped
 
 
 @triton.jit

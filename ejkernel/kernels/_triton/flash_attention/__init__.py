@@ -24,6 +24,6 @@ kernel_registry.register(
     Backend.GPU,
     backward=bwd.backward,
     config=config,
-    version=8,
+    version=9,
     requires=_requires,
 )(fwd.forward)

@@ -64,6 +64,7 @@ def _over_keys(args: Any, cfg: config.Config, rows: Sequence[Any], wanted: Any) 
             aliases=None if first else {len(inputs) - 2: 0, len(inputs) - 1: 1},
             **made.cfg.launch(),
             CHECKED=made.cut_queries,
+            EXACT=made.exact,
             **constants,
             **made.constants(),
         )
@@ -97,6 +98,7 @@ def _over_queries(args: Any, cfg: config.Config, rows: Sequence[Any]) -> jax.Arr
             **made.cfg.launch(),
             CHECKED=made.cut_keys,
             BACKWARDS=args.sliding_window[1] is not None,
+            EXACT=made.exact,
             **made.constants(),
         )
 
@@ -114,7 +116,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _flags(made: call.Call, lines: int, length: int, block: int) -> jax.ShapeDtypeStruct | None:
-    """Which blocks have to be done again; None where no mask hides anything."""
-    if not made.masks and made.mask is None:
+    """Which blocks have to be done again: garbage behind a mask, or inexact weights; else None."""
+    if made.exact and not made.masks and made.mask is None:
         return None
     return jax.ShapeDtypeStruct((lines, cdiv(length, block)), jnp.int32)

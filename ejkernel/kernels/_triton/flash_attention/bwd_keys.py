@@ -1,6 +1,7 @@
 """Attention backward over keys: a program holds a block of keys and gives its dk and dv.
 
-As over queries, blocks whose result is not finite are flagged, and done again.
+As over queries, blocks whose result is not finite, or whose weights are not exact enough, are
+flagged and done again.
 """
 
 import triton
@@ -13,7 +14,7 @@ from ejkernel.kernels._triton.flash_attention import call
 
 @triton.jit
 def _key_step(
-    acc_k, acc_v, b_k, b_v, i, masked, query, dout, lse, delta, dbias, bias, mask, slope, seed, i_b,
+    acc_k, acc_v, far, b_k, b_v, i, masked, query, dout, lse, delta, dbias, bias, mask, slope, seed, i_b,
     i_h, k_row, o_k, k_id, k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, stride_q, stride_o, bias_t,
     bias_s, mask_t, mask_s, dbias_t, dbias_s, left, right, num_q, num_k,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
@@ -22,9 +23,12 @@ def _key_step(
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, SUM_Q: tl.constexpr,
     SUM_K: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    WARY: tl.constexpr,
+    WARY: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Adds what block i of the queries gives to dk and dv; tiles are [BK, BQ]."""
+    """Adds what block i of the queries gives to dk and dv; tiles are [BK, BQ].
+
+    `far` is the largest logsumexp that was met, if weights are not EXACT.
+    """
     row = i * BQ
     o_q = row + tl.arange(0, BQ)
     b_q = addresses.load_tile(query, row, stride_q, num_q, BQ, D, BD, CHECKED)
@@ -33,20 +37,25 @@ def _key_step(
     if POSITIONS:
         b_qp = addresses.load_row(q_pos, row, num_q, BQ, 0)
     dots = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BK, BQ]
-    x = pairs.logits(
+    OFFSETS: tl.constexpr = BIAS or SLOPES
+    x, capped = pairs.logits(
         dots, o_q[None, :], o_k[:, None], b_qp[None, :], k_pos[:, None], bias, bias_t, bias_s,
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
     )  # fmt: skip
     GUARDED: tl.constexpr = WARY or (dbias is not None)
     if not GUARDED:  # before exp2, a branch does not cut the flow of products
         x = pairs.hide(
-            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q[None, :],
+            x, float("-inf") if CAP is None or OFFSETS else pairs.DEEP, masked, row, mask, o_q[None, :],
             o_k[:, None], b_qp[None, :], k_pos[:, None], k_id, k_id_2, q_ids, q_ids_2, mask_t,
             mask_s, left, right, num_q, num_k, num_q, BQ, IDS, LEFT, RIGHT, CUT, MASKS,
             not POSITIONS,
         )  # fmt: skip
-    b_lse = softmax.base(addresses.load_row(lse, row, num_q, BQ, 0.0), SHIFT)
-    p = tl.math.exp2(x * UNITS - b_lse[None, :])
+    if not OFFSETS:
+        capped = x
+    b_lse = addresses.load_row(lse, row, num_q, BQ, 0.0)
+    if not EXACT:
+        far = tl.maximum(far, softmax.size(b_lse))
+    p = softmax.weights(x, b_lse[None, :], UNITS, SHIFT, EXACT)
     if WARY:  # a cotangent that is not finite marks the keys that its query sees
         p = tl.where(addresses.spoiled(b_do)[None, :], float("nan"), p)
     if GUARDED:
@@ -67,15 +76,16 @@ def _key_step(
     acc_v = tl.dot(kept.to(b_do.dtype), b_do, acc_v, input_precision=PRECISION)
     b_delta = addresses.load_row(delta, row, num_q, BQ, 0.0)
     ds = p * (dp - b_delta[None, :])
+    if dbias is not None:  # added after the cap; p may be 0, and the rest nan
+        added = tl.where(p == 0.0, 0.0, ds)
+        _add_bias(dbias, added, o_q, o_k, dbias_t, dbias_s, num_q, num_k, SUM_Q, SUM_K)
     if CAP is not None:
-        ds *= pairs.cap_slope(x, CAP, SHIFT == 0.0)
-    if GUARDED:  # p is 0, but the rest may be nan
+        ds *= pairs.cap_slope(capped, CAP, SHIFT == 0.0)
+    if GUARDED:
         ds = tl.where(p == 0.0, 0.0, ds)
-    if dbias is not None:
-        _add_bias(dbias, ds, o_q, o_k, dbias_t, dbias_s, num_q, num_k, SUM_Q, SUM_K)
     narrow = ds.to(b_q.dtype)
     acc_k = tl.dot(narrow, b_q, acc_k, input_precision=PRECISION)
-    return acc_k, acc_v
+    return acc_k, acc_v, far
 
 
 @triton.jit
@@ -107,7 +117,7 @@ def flash_attention_bwd_dkv_kernel(
     NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    PRECISION: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, SUM_Q: tl.constexpr, SUM_K: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_k, BK)
     GROUPS: tl.constexpr = HEADS // GROUP
@@ -161,6 +171,7 @@ def flash_attention_bwd_dkv_kernel(
     STRIDE_O: tl.constexpr = HEADS * E
     acc_k = tl.zeros([BK, BD], tl.float32)
     acc_v = tl.zeros([BK, BE], tl.float32)
+    far = tl.zeros([BQ], tl.float32)
     for r in range(GROUP):
         i_h = i_g * GROUP + r
         wide_h = i_h.to(tl.int64)
@@ -182,16 +193,19 @@ def flash_attention_bwd_dkv_kernel(
             slope = tl.load(slopes + i_h).to(tl.float32)
         drop_h = i_h + shift_h
         for i in range(first, last):
-            acc_k, acc_v = _key_step(
-                acc_k, acc_v, b_k, b_v, i, (i < full) | (i >= ragged), h_query, h_dout, h_lse,
+            acc_k, acc_v, far = _key_step(
+                acc_k, acc_v, far, b_k, b_v, i, (i < full) | (i >= ragged), h_query, h_dout, h_lse,
                 h_delta, h_dbias, h_bias, h_mask, slope, seed, drop_b, drop_h, row, o_k, k_id,
                 k_id_2, k_pos, q_ids, q_ids_2, q_pos, offset, STRIDE_Q, STRIDE_O, bias_t, bias_s,
                 mask_t, mask_s, dbias_t, dbias_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK,
                 SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
                 THRESHOLD, KEPT, PRECISION, SUM_Q, SUM_K, CHECKED, CUT, MASKS, AGAIN,
+                EXACT or AGAIN,
             )  # fmt: skip
     if flags_out is not None:
         odd = addresses.any_odd(acc_k) | addresses.any_odd(acc_v)
+        if not EXACT:
+            odd |= tl.max(far, 0) > softmax.LARGE
         tl.store(flags_out + line * num_blocks + i_k, odd.to(tl.int32))
     p_dk = addresses.tile_pointers(
         dk_out + (wide_b * num_k * GROUPS + i_g) * D, row, GROUPS * D, BK, BD

@@ -1,7 +1,8 @@
 """Attention backward over queries: a program holds a block of queries and gives its dq.
 
 A hidden pair has weight 0, but 0 * nan is nan. Blocks whose result is not finite are flagged, and a
-second launch does them again, wary of what nobody should see.
+second launch does them again, wary of what nobody should see. So are, in half precision, blocks
+with a logsumexp for which weights have to be exact.
 """
 
 import triton
@@ -22,7 +23,7 @@ def _query_step(
     SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
     IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
-    CUT: tl.constexpr, MASKS: tl.constexpr, WARY: tl.constexpr,
+    CUT: tl.constexpr, MASKS: tl.constexpr, WARY: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds what block j of the keys gives to dq in `acc`; tiles are [BQ, BK]."""
     row = j * BK
@@ -33,18 +34,21 @@ def _query_step(
     if POSITIONS:
         b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
     dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
-    x = pairs.logits(
+    OFFSETS: tl.constexpr = BIAS or SLOPES
+    x, capped = pairs.logits(
         dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
         slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
     )  # fmt: skip
     if not WARY:  # before exp2, a branch does not cut the flow of products
         x = pairs.hide(
-            x, float("-inf") if CAP is None else pairs.DEEP, masked, row, mask, o_q[:, None],
+            x, float("-inf") if CAP is None or OFFSETS else pairs.DEEP, masked, row, mask, o_q[:, None],
             o_k[None, :], q_pos[:, None], b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t,
             mask_s, left, right, num_q, num_k, num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS,
             not POSITIONS,
         )  # fmt: skip
-    p = tl.math.exp2(x * UNITS - b_lse[:, None])
+    if not OFFSETS:
+        capped = x
+    p = softmax.weights(x, b_lse[:, None], UNITS, SHIFT, EXACT)
     if WARY:
         p = pairs.hide(
             p, 0.0, masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :],
@@ -57,7 +61,7 @@ def _query_step(
         dp = tl.where(keep, dp * KEPT, 0.0)
     ds = p * (dp - b_delta[:, None])
     if CAP is not None:
-        ds *= pairs.cap_slope(x, CAP, SHIFT == 0.0)
+        ds *= pairs.cap_slope(capped, CAP, SHIFT == 0.0)
     if WARY:  # p is 0, but the rest may be nan
         ds = tl.where(p == 0.0, 0.0, ds)
         b_k = addresses.finite(b_k)
@@ -76,7 +80,7 @@ def flash_attention_bwd_dq_kernel(
     NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr, CAP: tl.constexpr,
     IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, THRESHOLD: tl.constexpr,
     KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr, MASKS: tl.constexpr,
-    BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    BACKWARDS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(num_q, BQ)
     i_p = tl.program_id(0)
@@ -108,7 +112,7 @@ def flash_attention_bwd_dq_kernel(
     b_q = addresses.load_tile(query, row, HEADS * D, num_q, BQ, D, BD, True)
     b_do = addresses.load_tile(dout, row, HEADS * E, num_q, BQ, E, BE, True)
     rows = (wide_b * HEADS + wide_h) * num_q
-    b_lse = softmax.base(addresses.load_row(lse + rows, row, num_q, BQ, 0.0), SHIFT)
+    b_lse = addresses.load_row(lse + rows, row, num_q, BQ, 0.0)
     b_delta = addresses.load_row(delta + rows, row, num_q, BQ, 0.0)
     q_pos = o_q + offset
     k_pos = k_positions
@@ -150,11 +154,13 @@ def flash_attention_bwd_dq_kernel(
             slope, seed, drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
             STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ,
             BK, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, AGAIN,
+            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, AGAIN, EXACT or AGAIN,
         )  # fmt: skip
     if flags_out is not None:
-        i_f = line * num_blocks + i_q
-        tl.store(flags_out + i_f, addresses.any_odd(acc).to(tl.int32))
+        odd = addresses.any_odd(acc)
+        if not EXACT:
+            odd |= tl.max(softmax.size(b_lse), 0) > softmax.LARGE
+        tl.store(flags_out + line * num_blocks + i_q, odd.to(tl.int32))
     p_dq = addresses.tile_pointers(
         dq_out + (wide_b * num_q * HEADS + wide_h) * D, row, HEADS * D, BQ, BD
     )

@@ -129,6 +129,12 @@ class Call:
         ]
 
     @property
+    def exact(self) -> bool:
+        """Whether backward has exact weights at once: where they are not what takes the time."""
+        offsets = self.args.bias is not None or self.args.alibi_slopes is not None
+        return self.args.query.dtype.itemsize >= 4 or offsets
+
+    @property
     def num_sinks(self) -> int:
         return 0 if self.args.softmax_aux is None else self.args.softmax_aux.shape[1]
 
@@ -141,7 +147,9 @@ class Call:
         natural = any(x is not None for x in extras) or args.softmax_scale <= 0
         units = _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E
         cap = None if args.logits_soft_cap is None else float(args.logits_soft_cap)
+        # what is added to capped scores is in natural units, and then they are too
         short = cap is not None and args.query.dtype.itemsize < 4 and _LOW_CAP <= cap <= _HIGH_CAP
+        short &= args.bias is None and args.alibi_slopes is None
         prob = args.dropout_prob
         return {
             "D": d,

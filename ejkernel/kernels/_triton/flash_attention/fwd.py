@@ -68,7 +68,7 @@ def _step(
         far = tl.maximum(far, tl.max(squares, 1))
         x = pairs.cap_series(dots, squares, SCALE / CAP, CAP * softmax.LOG2_E)
     else:
-        x = pairs.logits(
+        x, _ = pairs.logits(
             dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
             slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
         )  # fmt: skip
@@ -82,9 +82,9 @@ def _step(
         l += tl.sum(p, 1)
     elif STEADY:
         if fresh:  # a row that sees nothing of it: a logit of 0
-            top = softmax.shift(tl.max(x, 1) * UNITS, -SHIFT * softmax.LOG2_E)
+            top = softmax.shift(tl.max(x, 1), -SHIFT * softmax.LOG2_E / UNITS)
             m = tl.where(l == 0.0, top, m)
-        p = tl.math.exp2(x * UNITS - m[:, None])
+        p = tl.math.exp2(tl.fma(x, UNITS, -(m * UNITS)[:, None]))
         l += tl.sum(p, 1)
     else:
         m, l, p, alpha = softmax.update(m, l, x, UNITS)
@@ -201,9 +201,16 @@ def flash_attention_fwd_kernel(
         END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
         too_far = tl.max(far, 0) > END * END
         tl.store(flags_out + i_p, too_far.to(tl.int32))
-        m -= SHIFT * softmax.LOG2_E
 
     # rarely, all again: weights left their range, or nan came from what a mask hides
+    factor = tl.full([BQ], 1.0, tl.float32)
+    if STEADY:
+        # The product m * BITS was rounded when it was subtracted, by up to 2^100 in units of
+        # weights. That does not matter to a quotient of sums; here it is taken out of the sum.
+        factor = tl.where(l == 0.0, 1.0, tl.math.exp2(-tl.fma(m, BITS, -(m * BITS))))
+    m = m * (BITS * softmax.LN_2)
+    if SERIES:
+        m -= SHIFT
     if STEADY or MASKS or (mask is not None):
         bad = (addresses.odd_rows(acc) == 0.0) == 0
         if STEADY:
@@ -214,6 +221,7 @@ def flash_attention_fwd_kernel(
         if again:
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
+            factor = tl.full([BQ], 1.0, tl.float32)
             acc = tl.zeros([BQ, BE], tl.float32)
             PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loop
             for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
@@ -225,14 +233,16 @@ def flash_attention_fwd_kernel(
                     LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, False,
                     False, True,
                 )  # fmt: skip
+            m = m * (UNITS * softmax.LN_2)
 
-    m = tl.where(l == 0.0, float("-inf"), m + SHIFT * softmax.LOG2_E)
+    m = tl.where(l == 0.0, float("-inf"), m + SHIFT)
+    l *= factor
     if sinks is not None:
         m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
-        acc *= alpha[:, None]
+        factor *= alpha
     if IDS >= 1:  # padding sees only sinks
         acc = tl.where(looks[:, None], acc, 0.0)
-    acc *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
+    acc *= (factor / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
     p_out = addresses.tile_pointers(
         out + (wide_b * num_q * HEADS + i_h) * E, row, HEADS * E, BQ, BE
     )

@@ -73,12 +73,13 @@ def _scale(args: Any, dtype: Any) -> Any:
 
 
 def _shape_logits(args: Any, x: jax.Array, distance: jax.Array) -> jax.Array:
-    """Slopes and the cap; x is [b, g, r, t, s], distance [b, t, s]."""
+    """The cap, then slopes; x is [b, g, r, t, s], distance [b, t, s]."""
+    cap = args.logits_soft_cap
+    x = x if cap is None else cap * jnp.tanh(x / cap)
     if args.alibi_slopes is not None:
         slopes = args.alibi_slopes.astype(x.dtype).reshape(1, *x.shape[1:3], 1, 1)
         x = x + slopes * distance[:, None, None].astype(x.dtype)
-    cap = args.logits_soft_cap
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    return x
 
 
 def _sinks(args: Any, groups: int, repeat: int, dtype: Any) -> jax.Array | None:

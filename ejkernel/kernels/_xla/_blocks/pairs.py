@@ -226,7 +226,16 @@ class Pairs:
 
     def logits(self, dots: jax.Array, at: Tile, order: str) -> jax.Array:
         """Scores of a tile from its dot products, before masks."""
+        return self.add_offsets(self.capped(dots), at, order)
+
+    def capped(self, dots: jax.Array) -> jax.Array:
+        """Scaled and capped dot products, before bias and slopes."""
         x = dots * self.args.softmax_scale
+        cap = self.args.logits_soft_cap
+        return x if cap is None else cap * jnp.tanh(x / cap)
+
+    def add_offsets(self, x: jax.Array, at: Tile, order: str) -> jax.Array:
+        """Adds bias and slopes to the capped scores of a tile."""
         if self.bias is not None:
             x = x + self._pair(self.bias, at, order).astype(self.dtype)
         if self.slopes is not None:
@@ -234,11 +243,10 @@ class Pairs:
             slopes = slopes[:, :, :, None, None] if order == "ts" else slopes[:, :, None, :, None]
             q_pos, k_pos = self._q(self.q_pos, at, order), self._k(self.k_pos, at, order)
             x = x + slopes * _attention.distance(q_pos, k_pos, self.dtype)
-        cap = self.args.logits_soft_cap
-        return x if cap is None else cap * jnp.tanh(x / cap)
+        return x
 
     def slope_of_cap(self, x: jax.Array) -> jax.Array | float:
-        """d(capped logits) / d(logits), from the capped ones."""
+        """The derivative of `capped` by the scaled products, from what it returned."""
         cap = self.args.logits_soft_cap
         return 1.0 if cap is None else 1.0 - jnp.square(x / cap)
 

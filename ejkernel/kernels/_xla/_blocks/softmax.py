@@ -1,6 +1,6 @@
 """Online softmax: a running maximum, sum and weighted sum of values over blocks of keys."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,28 @@ def shift(m: jax.Array) -> jax.Array:
     return jnp.where(jnp.isneginf(m), 0.0, m)
 
 
+@jax.custom_jvp
+def below(x: jax.Array, reference: jax.Array) -> jax.Array:
+    """x - reference, where the reference is the maximum or the logsumexp of x: never above 0.
+
+    A compiler may fuse the product that made x with the subtraction. Unrounded, it can exceed the
+    rounded maximum by half a unit in the last place: 2^15 for a score of 1e12. The minimum between
+    the two keeps them apart.
+    """
+    return jnp.minimum(x, reference) - reference
+
+
+@below.defjvp
+def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    # that of the difference: the derivative of `minimum` is a half where x is the maximum
+    return below(*primals), tangents[0] - tangents[1]
+
+
 def weigh(m: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """New maximum, unnormalized weights exp(logits - m_new), and the factor for older sums."""
     m_new = jnp.maximum(m, logits.max(axis=-1, initial=-jnp.inf))
     safe = shift(m_new)
-    return m_new, jnp.exp(logits - safe[..., None]), jnp.exp(m - safe)
+    return m_new, jnp.exp(below(logits, safe[..., None])), jnp.exp(below(m, safe))
 
 
 def add_sinks(state: State, sinks: jax.Array | None) -> State:
@@ -56,7 +73,7 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the union of two sets of keys; lse [..., t], out [..., t, e]."""
     m = shift(jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b)))
-    weight_a, weight_b = jnp.exp(lse_a - m), jnp.exp(lse_b - m)
+    weight_a, weight_b = jnp.exp(below(lse_a, m)), jnp.exp(below(lse_b, m))
     # a part that saw nothing may hold anything
     out_a = jnp.where(jnp.isneginf(lse_a)[..., None], 0.0, out_a)
     out_b = jnp.where(jnp.isneginf(lse_b)[..., None], 0.0, out_b)

@@ -139,19 +139,22 @@ def _key_block(pairs: Pairs, x: _Operands, state: Any, b: Any, g: Any, j: Any) -
         at = Tile(b, g, i, j)
         q_tile, dout_tile = pairs.q_block(x.q, at), pairs.q_block(x.dout, at)
         lse, delta = (pairs.q_block(row, at)[:, :, None] for row in (x.lse, x.delta))
-        logits = pairs.logits(multiply("bgsd,bgrtd->bgsrt", k_tile, q_tile), at, "st")
+        capped = pairs.capped(multiply("bgsd,bgrtd->bgsrt", k_tile, q_tile))
+        logits = pairs.add_offsets(capped, at, "st")
         seen = pairs.visible(at, "st")
-        weights = jnp.exp(logits - lse)
+        weights = jnp.exp(softmax.below(logits, lse))
         dweights = multiply("bgse,bgrte->bgsrt", v_tile, dout_tile)
         drop = pairs.dropout(at, "st")
         kept = weights
         if drop is not None:
             kept, dweights = weights * drop, dweights * drop
-        dlogits = weights * (dweights - delta) * pairs.slope_of_cap(logits)
+        dlogits = weights * (dweights - delta)
+        dscores = dlogits * pairs.slope_of_cap(capped)  # of what is capped, before bias and slopes
         if seen is not None:
-            kept, dlogits = jnp.where(seen, kept, 0.0), jnp.where(seen, dlogits, 0.0)
+            hide = lambda x: jnp.where(seen, x, 0.0)
+            kept, dlogits, dscores = map(hide, (kept, dlogits, dscores))
         dv += multiply("bgsrt,bgrte->bgse", kept.astype(dtype), pairs.q_block(x.dout_clean, at))
-        narrow = dlogits.astype(dtype)
+        narrow = dscores.astype(dtype)
         dk += multiply("bgsrt,bgrtd->bgsd", narrow, pairs.q_block(x.q_clean, at))
         dq_tile = multiply("bgds,bgsrt->bgdrt", k_transposed, narrow).transpose(0, 1, 3, 4, 2)
         dq = loops.put(dq, dq_tile, (0, 0, 0, i, 0))

@@ -65,7 +65,7 @@ def attend(
             shape = (*x.shape[:-1], sinks.shape[-1])
             x = jnp.concatenate([x, jnp.broadcast_to(sinks[..., None, :], shape)], axis=-1)
         peak = softmax.shift(jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
-        weights = jnp.exp(x - peak)
+        weights = jnp.exp(softmax.below(x, peak))
         total = weights.sum(axis=-1, keepdims=True)
         empty = total == 0.0
         total = jnp.where(empty, 1.0, total)

@@ -168,20 +168,23 @@ def _key_block(
         dbias, rows, dk, dv = state
         at = first._replace(i=i)
         q, dout, lse, delta = (loops.take(a, i, size, 3) for a in x)
-        logits = pairs.logits(multiply("bgsd,bgrtd->bgsrt", keys.key, q), at, "st")
+        capped = pairs.capped(multiply("bgsd,bgrtd->bgsrt", keys.key, q))
+        logits = pairs.add_offsets(capped, at, "st")
         seen = pairs.visible(at, "st")
-        weights = jnp.exp(logits - lse[:, :, None])
+        weights = jnp.exp(softmax.below(logits, lse[:, :, None]))
         dweights = multiply("bgse,bgrte->bgsrt", keys.value, dout)
         drop = pairs.dropout(at, "st")
         kept = weights
         if drop is not None:
             kept, dweights = weights * drop, dweights * drop
-        dlogits = weights * (dweights - delta[:, :, None]) * pairs.slope_of_cap(logits)
+        dlogits = weights * (dweights - delta[:, :, None])
+        dscores = dlogits * pairs.slope_of_cap(capped)  # of what is capped, before bias and slopes
         if seen is not None:
-            kept, dlogits = jnp.where(seen, kept, 0.0), jnp.where(seen, dlogits, 0.0)
+            hide = lambda x: jnp.where(seen, x, 0.0)
+            kept, dlogits, dscores = map(hide, (kept, dlogits, dscores))
         dv += multiply("bgsrt,bgrte->bgse", kept, dout)
-        dk += multiply("bgsrt,bgrtd->bgsd", dlogits, finite(q))
-        dq, context = _add_rows(form, rows.q, key_rows, dlogits, i), rows.context
+        dk += multiply("bgsrt,bgrtd->bgsd", dscores, finite(q))
+        dq, context = _add_rows(form, rows.q, key_rows, dscores, i), rows.context
         if context is not None:
             context = _add_rows(form, context, value_rows, kept, i)
         rows = _OfRows(dq, context)

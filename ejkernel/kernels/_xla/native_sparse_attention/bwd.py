@@ -164,7 +164,7 @@ def _visit(x: Operands, plan: schedule.Schedule, tile: Any, k, v, state: Any, of
         full = (tokens < q.shape[0])[:, None, None]
         seen = x.visible(tokens + offset, j) & full
         logits = multiply("crd,sd->crs", q_tile, k_tile) * x.args.softmax_scale
-        weights = jnp.where(seen, jnp.exp(logits - lse_tile[..., None]), 0.0)
+        weights = jnp.where(seen, jnp.exp(softmax.below(logits, lse_tile[..., None])), 0.0)
         dweights = multiply("cre,se->crs", dout_tile, v_tile)
         dlogits = jnp.where(seen, weights * (dweights - delta_tile[..., None]), 0.0).astype(dtype)
         dq = schedule.add(dq, tokens, multiply("crs,sd->crd", dlogits, finite(k_tile)))

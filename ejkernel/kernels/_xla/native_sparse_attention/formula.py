@@ -80,7 +80,7 @@ def _dense(x: fwd.Operands, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.
     dots = jnp.einsum("trd,sd->trs", q, k, precision=exact, preferred_element_type=x.dtype)
     logits = jnp.where(seen[:, None], dots * x.args.softmax_scale, -jnp.inf)
     peak = softmax.shift(jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))
-    weights = jnp.exp(logits - peak)
+    weights = jnp.exp(softmax.below(logits, peak))
     total = weights.sum(axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0.0, 1.0, total)).astype(v.dtype)
     return jnp.einsum("trs,se->tre", weights, v, precision=exact, preferred_element_type=x.dtype)

@@ -118,14 +118,20 @@ def _near(rules: Rules, refs: Any, at: Tile) -> list[jax.Array]:
     return terms if low is None else [*terms, lanes >= low]
 
 
-def logits(rules: Rules, refs: Any, at: Tile, dots: jax.Array, head: jax.Array) -> jax.Array:
-    """Scores in natural units; without a scale the bare dots, left to the softmax to scale."""
+def logits(
+    rules: Rules, refs: Any, at: Tile, dots: jax.Array, head: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Scores, and what they are after the cap and before bias and slopes.
+
+    They are in natural units; without a scale they are the bare dots, left to the softmax to scale.
+    """
     x = dots if rules.scale is None else dots * rules.scale
+    capped = x = x if rules.cap is None else rules.cap * jnp.tanh(x * (1.0 / rules.cap))
     if refs.bias is not None:
         x = x + pair_block(rules, refs.bias, at, jnp.float32)
     if refs.slopes is not None:
         x = x + refs.slopes[head] * distance(rules, refs, at)
-    return x if rules.cap is None else rules.cap * jnp.tanh(x * (1.0 / rules.cap))
+    return x, capped
 
 
 def drop(

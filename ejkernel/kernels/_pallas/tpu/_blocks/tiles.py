@@ -44,13 +44,6 @@ def precision(dtype: Any) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if exact and wide_input else jax.lax.Precision.DEFAULT
 
 
-def halves(x: jax.Array) -> jax.Array:
-    """float32 [n, d] as bfloat16 [n, 2 d]: rounded values, and what rounding took from them."""
-    high = x.astype(jnp.bfloat16)
-    low = (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    return jnp.concatenate([high, low], axis=1)
-
-
 def product(a: jax.Array, b: jax.Array, transpose: bool = False) -> jax.Array:
     """The product of `a` with `b`, or with its transpose, in float32."""
     axes = ((1,), (1 if transpose else 0,))

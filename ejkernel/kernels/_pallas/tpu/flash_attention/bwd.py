@@ -39,7 +39,7 @@ def backward(
     bad = ~(jnp.isfinite(dout).all(axis=-1) & jnp.isfinite(args.query).all(axis=-1))
     bad = bad.transpose(0, 2, 1)
     # rows without a key have weights of zero, as those beyond the length
-    shifted = jnp.where(lse == -jnp.inf, jnp.inf, lse * softmax.LOG2_E)
+    shifted = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     rows = jnp.stack([jnp.where(bad, jnp.nan, shifted), delta], axis=2)  # [b, h, 2, t]
     if wanted & {"key", "value"}:
         grads |= _over_keys(args, cfg, dout, rows)
@@ -66,19 +66,19 @@ def _gradient_of_logits(
     tile: pairs.Tile,
     products: tuple[jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Weights after dropout and the gradient of the logits, from the tile's two products."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights after dropout and gradients of what is capped and of the bias, from two products."""
     rules, (dots, dp), (lse, delta) = of.rules, products, rows
-    x = pairs.logits(rules, refs, tile, dots, at.head)
+    x, capped = pairs.logits(rules, refs, tile, dots, at.head)
     seen = pairs.visible(rules, refs, tile)
-    p = jnp.exp2(x * of.units - lse)
+    p = softmax.weights(x, lse, of.units)
     kept, dp = pairs.drop(rules, refs, tile, at.batch, at.head, p, dp)
-    ds = p * (dp - delta)
+    added = ds = p * (dp - delta)
     if rules.cap is not None:
-        ds = ds * (1.0 - jnp.square(x * (1.0 / rules.cap)))
+        ds = ds * (1.0 - jnp.square(capped * (1.0 / rules.cap)))
     if seen is not None:
-        kept, ds = jnp.where(seen, kept, 0.0), jnp.where(seen, ds, 0.0)
-    return kept, ds
+        kept, ds, added = (jnp.where(seen, y, 0.0) for y in (kept, ds, added))
+    return kept, ds, added
 
 
 # dk and dv
@@ -100,7 +100,7 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
         dots = tiles.product(refs.key[rows], q, transpose=True)  # [block_k, block_q]
         dp = tiles.product(refs.value[rows], dout, transpose=True)
         yield
-        kept, ds = _gradient_of_logits(of, refs, at, tile, (dots, dp), stats)
+        kept, ds, _ = _gradient_of_logits(of, refs, at, tile, (dots, dp), stats)
         yield
         refs.dv_sum[rows] += tiles.product(kept.astype(dout.dtype), dout)
         refs.dk_sum[rows] += tiles.product(ds.astype(q.dtype), q)
@@ -157,9 +157,9 @@ def _queries_kernel(of: call.Call, refs: Any) -> None:
         dp = tiles.product(refs.dout[rows], v, transpose=True)
         yield
         lse, delta = (tiles.wide(refs.stats[i, rows], tile.shape[1]) for i in range(2))
-        _, ds = _gradient_of_logits(of, refs, at, tile, (dots, dp), (lse, delta))
+        _, ds, added = _gradient_of_logits(of, refs, at, tile, (dots, dp), (lse, delta))
         if refs.dbias is not None:
-            _add_bias(refs.dbias, ds, tile)
+            _add_bias(refs.dbias, added, tile)
         yield
         refs.dq_sum[rows] += tiles.product(ds.astype(k.dtype), k)
 

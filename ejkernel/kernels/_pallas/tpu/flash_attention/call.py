@@ -125,12 +125,6 @@ class Call:
         natural = self.rules.scale is not None
         return softmax.LOG2_E * (1.0 if natural else float(self.args.softmax_scale))
 
-    @property
-    def folds(self) -> bool:
-        """Whether forward scales queries instead of logits."""
-        plain = self.rules.scale is None and self.args.query.dtype == jnp.bfloat16
-        return self.cfg.fold and plain and self.d <= tiles.LANES
-
     # Blocks
 
     @property

@@ -15,7 +15,6 @@ _MIB = 1 << 20
 # VMEM in bytes that a kernel may use, by a part of the device's name; the rest is the compiler's
 _VMEM = {"v4": 16 * _MIB, "v5 lite": 96 * _MIB, "v5e": 96 * _MIB, "v6": 96 * _MIB}
 _VMEM_LEAST = 48 * _MIB
-_DEEP = ("v6", "7x")  # multiply to a depth of 256, others of 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,6 @@ class Config:
     block_k: int
     parts: int = 1  # of the held block, worked on side by side
     stream: int = 4  # blocks of the streamed side that are fetched at once
-    # Forward in bfloat16 to d = 128 scales queries, in two halves that make products twice as deep,
-    # and no logits: for units that multiply to a depth of 256 whether it is used or not.
-    fold: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -105,8 +101,7 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     capacity = _capacity(target)
     names = ("block_q", "block_k", "parts", "stream")
     guesses = (*_guesses(args, direction, target), *_SMALL)
-    fold = direction == FORWARD and any(name in target.model.lower() for name in _DEEP)
-    made = [_short(args, Config(**dict(zip(names, g, strict=True)), fold=fold)) for g in guesses]
+    made = [_short(args, Config(**dict(zip(names, g, strict=True)))) for g in guesses]
     fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= capacity]
     return tuple(dict.fromkeys(fitting or made[-1:]))
 

@@ -25,8 +25,6 @@ def _kernel(of: call.Call, refs: Any) -> None:
         refs.m[...] = jnp.full_like(refs.m, softmax.LEAST)
         refs.l[...] = jnp.zeros_like(refs.l)
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        if of.folds:
-            refs.scaled[...] = tiles.halves(refs.query[...].astype(jnp.float32) * of.units)
         of.fill_columns(refs)
 
     of.tiles(at, functools.partial(_fold, of, refs, at))
@@ -34,7 +32,7 @@ def _kernel(of: call.Call, refs: Any) -> None:
     @pl.when(of.is_last())
     def _() -> None:
         sink = None if refs.sinks is None else refs.sinks[at.head]
-        factor, lse = softmax.finish(refs.m[...], refs.l[...], sink)
+        factor, lse = softmax.finish(refs.m[...], refs.l[...], of.units, sink)
         out = refs.acc[...] * tiles.wide(factor, of.e)
         refs.out[...] = out.astype(refs.out.dtype)
         refs.lse[...] = tiles.to_row(lse)
@@ -43,16 +41,13 @@ def _kernel(of: call.Call, refs: Any) -> None:
 def _fold(of: call.Call, refs: Any, at: call.Place, tile: pairs.Tile) -> Iterator[None]:
     """Folds some keys into the state of some rows."""
     rows, lanes, rules = tile.rows, tile.lanes, of.rules
-    q, k = refs.query[rows], refs.key[lanes]
-    if of.folds:
-        q, k = refs.scaled[rows], jnp.concatenate([k, k], axis=1)
-    dots = tiles.product(q, k, transpose=True)  # [rows, lanes]
+    dots = tiles.product(refs.query[rows], refs.key[lanes], transpose=True)  # [rows, lanes]
     yield
-    x = pairs.logits(rules, refs, tile, dots, at.head)
+    x, _ = pairs.logits(rules, refs, tile, dots, at.head)
     seen = pairs.visible(rules, refs, tile)
     if seen is not None:
         x = jnp.where(seen, x, -jnp.inf)
-    m, l, p, alpha = softmax.update(refs.m[rows], refs.l[rows], x, 1.0 if of.folds else of.units)
+    m, l, p, alpha = softmax.update(refs.m[rows], refs.l[rows], x, of.units)
     refs.m[rows], refs.l[rows] = m, l
     (p,) = pairs.drop(rules, refs, tile, at.batch, at.head, p)
     yield
@@ -89,8 +84,6 @@ def _attend(args: Any, cfg: config.Config) -> tuple[jax.Array, jax.Array]:
         "l": pltpu.VMEM((of.held_size, min(of.step, tiles.LANES)), jnp.float32),
         "acc": pltpu.VMEM((of.held_size, of.e), jnp.float32),
     }
-    if of.folds:
-        scratch["scaled"] = pltpu.VMEM((of.held_size, 2 * of.d), jnp.bfloat16)
     out, lse = of.run(
         "flash_attention_fwd_kernel",
         _kernel,
