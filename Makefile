@@ -23,8 +23,9 @@ $(VENV)/.lint: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet --editable '.[lint]'
 	@touch $@
 
+# JAX in this environment is for the CPU; unless told so, it would also try libtpu once `test` has installed it.
 demo: $(VENV)/.core
-	$(BIN)/python examples/demo.py
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python examples/demo.py
 
 test: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow'

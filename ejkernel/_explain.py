@@ -152,24 +152,23 @@ class _Entry(_Bound, _op_kernel.EntryKernel):
 
 
 def _kernel(op: Any) -> Kernel:
-    import ejkernel.modules  # noqa: F401 - its classes announce themselves
+    import ejkernel.modules  # noqa: F401 - it knows how to import its classes
 
-    public = _op_kernel.OpKernel.public
     if isinstance(op, Kernel):
         return op
     if isinstance(op, type) and issubclass(op, Kernel):
         return op()
     if isinstance(op, str):
-        if op in public:
-            return public[op]()
+        if (public := _op_kernel.OpKernel.public(op)) is not None:
+            return public()
         if op in kernel_registry.ops():
             return _Registered(op)
-    for cls in public.values():
+    for cls in _op_kernel.OpKernel.known.values():
         if cls.function is op:
             return cls()
     if callable(op) and isinstance(entry := getattr(op, "entry", None), KernelEntry):
         return _Entry(entry)
-    known = ", ".join(sorted({*public, *kernel_registry.ops()}))
+    known = ", ".join(sorted({*_op_kernel.OpKernel.known, *kernel_registry.ops()}))
     if callable(op):
         name = getattr(op, "__name__", repr(op))
         raise ValueError(f"`explain`: {name} is no operation by itself; choose from {known}.")
@@ -282,6 +281,8 @@ def _without_trace(chooser: ConfigChooser) -> ConfigChooser:
 
 def _sorted_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
     """Who can serve a call, and why each other entry of the op cannot."""
+    of_registry = isinstance(inv.kernel, _op_kernel.OpKernel)
+    entries = kernel_registry.list(inv.kernel.op) if of_registry else []
     try:
         asked = inv.kernel.implementations(inv)
     except UnsupportedError:  # nothing of the platform asked for, which `missing` tells
@@ -295,11 +296,10 @@ def _sorted_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
             able.append(implementation)
         else:
             refused[implementation.name] = reason
-    if isinstance(inv.kernel, _op_kernel.OpKernel):
-        names = {implementation.name for implementation in asked}
-        for entry in kernel_registry.list(inv.kernel.op):
-            if entry.name not in names:
-                refused[entry.name] = f"not asked for (platform={inv.platform!r})"
+    names = {implementation.name for implementation in asked}
+    for entry in entries:
+        if entry.name not in names:
+            refused[entry.name] = f"not asked for (platform={inv.platform!r})"
     return able, refused
 
 

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ejkernel import _cli_aot, _cli_call, _folders
+from ejkernel import _cli_aot, _cli_call, _folders, _no_tpu
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import is_terminal
 from ejkernel._cli_text import say as _say
@@ -59,6 +59,7 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit:  # after --help or --version
         return 0
+    _no_tpu.name_platforms()
     return arguments.run(arguments)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from ejkernel import _device, _settings
 from ejkernel.kernels import _donation, _oracle, _spec
-from ejkernel.kernels._registry import Backend, KernelEntry, Platform, _member, kernel_registry
+from ejkernel.kernels._platforms import Backend, Platform, member
+from ejkernel.kernels._registry import KernelEntry, kernel_registry
 from ejkernel.ops import registry
 from ejkernel.ops.config.selection import Choice, refusal
 from ejkernel.ops.core.kernel import (
@@ -38,11 +39,21 @@ class OpKernel(Kernel):
 
     op: str
     function: Callable[..., Any]  # the public function, whose signature binds a call
-    public: ClassVar[dict[str, type["OpKernel"]]] = {}  # the classes that exist, by op
+    # the classes of `ejkernel.modules` by op, and what imports the class of an op
+    known: ClassVar[dict[str, type["OpKernel"]]] = {}
+    importers: ClassVar[list[Callable[[str], None]]] = []
 
     def __init_subclass__(cls) -> None:
         if "function" in vars(cls):
-            OpKernel.public[cls.op] = cls
+            OpKernel.known[cls.op] = cls
+
+    @staticmethod
+    def public(op: str) -> type["OpKernel"] | None:
+        """The class of `ejkernel.modules` for an op; None where there is none."""
+        if op not in OpKernel.known:
+            for import_class in OpKernel.importers:
+                import_class(op)
+        return OpKernel.known.get(op)
 
     def __init__(self) -> None:
         super().__init__(name=self.op)
@@ -106,7 +117,7 @@ class OpKernel(Kernel):
         fwd, bwd = call.get("fwd_params"), call.get("bwd_params")
         inside = getattr(cfg, "platform", None)
         if inside not in (None, "auto"):
-            inside = str(_member(Platform, inside))
+            inside = str(member(Platform, inside))
             if platform not in ("auto", inside):
                 raise ValueError(
                     f"`{self.op}`: `platform={platform!r}` contradicts `cfg.platform={inside!r}`."
@@ -237,12 +248,13 @@ class OpKernel(Kernel):
         return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
 
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
+        if inv.platform == "auto":
+            return kernel_registry.implementations(self.op, inv.target, inv.backend)
         entries = kernel_registry.list(self.op)
-        if inv.platform != "auto":
-            entries = [e for e in entries if inv.platform in (e.platform, e.name)]
-            if not entries:
-                reason = kernel_registry.missing(self.op, inv.platform)
-                raise refusal(inv, {inv.platform: reason})
+        entries = [e for e in entries if inv.platform in (e.platform, e.name)]
+        if not entries:
+            reason = kernel_registry.missing(self.op, inv.platform)
+            raise refusal(inv, {inv.platform: reason})
         return [entry.implementation(inv.target, inv.backend) for entry in entries]
 
 
@@ -316,7 +328,7 @@ def call(kernel: type[OpKernel], arguments: dict[str, Any]) -> Any:
 
 
 def _by_name(name: str) -> OpKernel | None:
-    kernel = OpKernel.public.get(name)
+    kernel = OpKernel.public(name)
     return None if kernel is None else _instances.setdefault(kernel, kernel())
 
 

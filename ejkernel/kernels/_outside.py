@@ -121,7 +121,7 @@ def public_differences(spec: _spec.OpSpec) -> list[str]:
     """Where a public function's arguments differ from those of its args type."""
     from ejkernel.kernels import _op_kernel
 
-    kernel = _op_kernel.OpKernel.public.get(spec.name)
+    kernel = _op_kernel.OpKernel.public(spec.name)
     if kernel is None:
         return []
     own = _op_kernel.args_signature(spec).parameters

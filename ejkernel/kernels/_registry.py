@@ -2,70 +2,30 @@
 
 import collections
 import dataclasses
-import enum
 import functools
 import importlib
 import importlib.util
 import inspect
-import pkgutil
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ejkernel import _device, _settings
+from ejkernel import _device
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _spec
+from ejkernel.kernels._platforms import (
+    Backend,
+    Folder,
+    Platform,
+    folders_of,
+    installed,
+    member,
+    packaged_ops,
+    why_not_on,
+)
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD, Implementation
 from ejkernel.ops.core.types import BwdParams, FwdParams
 from ejkernel.ops.utils import serialize
-
-
-class Platform(enum.StrEnum):
-    """What a kernel is written in."""
-
-    TRITON = "triton"
-    PALLAS = "pallas"
-    CUDA = "cuda"
-    CUDNN = "cudnn"
-    XLA = "xla"
-
-
-class Backend(enum.StrEnum):
-    """What a kernel runs on."""
-
-    GPU = "gpu"
-    TPU = "tpu"
-    CPU = "cpu"
-    ANY = "any"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Folder:
-    """Where the kernels of a platform live, and what importing them takes."""
-
-    package: str
-    needs: str | None = None  # a module
-    install: str = ""
-
-
-_FOLDERS = {
-    Platform.TRITON: (
-        _Folder(
-            "ejkernel.kernels._triton",
-            "triton",
-            "Triton is not installed: pip install 'ejkernel[gpu]'",
-        ),
-    ),
-    Platform.PALLAS: (
-        _Folder("ejkernel.kernels._pallas.tpu"),
-        _Folder("ejkernel.kernels._pallas.gpu"),
-    ),
-    Platform.CUDA: (_Folder("ejkernel.kernels._cuda"),),
-    Platform.CUDNN: (_Folder("ejkernel.kernels._cudnn"),),
-    Platform.XLA: (_Folder("ejkernel.kernels._xla"),),
-}
-
-
-_INTERPRETED = frozenset({Platform.TRITON, Platform.PALLAS})  # run on a CPU when told to
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,13 +60,11 @@ class KernelEntry:
         self, args: Any, target: _device.Target | None = None, direction: str = FORWARD
     ) -> str | None:
         """Why this kernel cannot serve a call; None when it can."""
-        if target is not None and not self.runs_on(target):
-            reason = f"needs a {self.backend.upper()}; this call is for {target.kind}"
-            if self.platform in _INTERPRETED and target.kind == "cpu":
-                reason += " (EJKERNEL_INTERPRET=1 runs it there, in an interpreter)"
-            return reason
-        if target is not None and (reason := self.device_requires(args, target)) is not None:
-            return reason
+        if target is not None:
+            reason = why_not_on(self.platform, self.backend, target)
+            reason = reason or self.device_requires(args, target)
+            if reason is not None:
+                return reason
         if self.honours is not None and (dropped := sorted(args.given() - self.honours)):
             return f"does not honour {dropped}"
         if not self.traces_options and (traced := args.traced_options()):
@@ -119,10 +77,7 @@ class KernelEntry:
 
     def runs_on(self, target: _device.Target) -> bool:
         """Whether this is a kernel for a device, itself or interpreted."""
-        if self.backend in (Backend.ANY, target.kind):
-            return True
-        interpreted = self.platform in _INTERPRETED and _settings.current().interpret
-        return interpreted and target.kind == "cpu"
+        return why_not_on(self.platform, self.backend, target) is None
 
     def heuristic(
         self, args: Any, direction: str = FORWARD, target: _device.Target | None = None
@@ -218,22 +173,23 @@ class KernelRegistry:
         self._entries: dict[str, list[KernelEntry]] = {}
         self._specs: dict[str, _spec.OpSpec] = {}
         self._missing: dict[tuple[str, Platform], str] = {}
-        self._loaded: set[str] = set()
+        self._loaded: set[tuple[str, str]] = set()  # (op, package)
         self._from_signature: set[str] = set()
         self._generation: dict[str, int] = collections.Counter()
+        self._importing = threading.local()  # has `package` while this thread imports kernels
 
     # Operations
 
     def spec(self, op: str) -> _spec.OpSpec:
         """The specification of an op."""
-        if op not in self._specs and op in _packaged_ops():
+        if op not in self._specs and op in packaged_ops():
             self._specs[op] = importlib.import_module(f"ejkernel.kernels._specs.{op}").SPEC
         if op not in self._specs:
             raise ValueError(f"There is no op {op!r}; known are {', '.join(self.ops())}.")
         return self._specs[op]
 
     def ops(self) -> Sequence[str]:
-        return sorted({*_packaged_ops(), *self._specs})
+        return sorted({*packaged_ops(), *self._specs})
 
     def define(self, spec: _spec.OpSpec, *, from_signature: bool = False) -> None:
         """Adds an op from outside the package."""
@@ -266,8 +222,8 @@ class KernelRegistry:
             `config`, `version`, `derivative` of `KernelEntry`, for functions of the form
             `fn(args, cfg)`.
         """
-        written: Platform = _member(Platform, platform)
-        runs_on: Backend = _member(Backend, backend)
+        written: Platform = member(Platform, platform)
+        runs_on: Backend = member(Backend, backend)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             if _takes_args(fn):
@@ -292,7 +248,9 @@ class KernelRegistry:
             )
         kept = [e for e in self._entries.get(entry.op, ()) if e not in same]
         self._entries[entry.op] = sorted([*kept, entry], key=_rank)
-        self._generation[entry.op] += 1
+        # importing more of the package changes no choice that was made before
+        if not getattr(self._importing, "package", None):
+            self._generation[entry.op] += 1
 
     def unregister(self, entry: KernelEntry) -> None:
         """Takes a kernel out again."""
@@ -302,23 +260,45 @@ class KernelRegistry:
             self._from_signature.discard(entry.op)
             del self._specs[entry.op]
 
-    def list(self, op: str | None = None) -> Sequence[KernelEntry]:
-        """All entries, or those of one op, best first."""
+    def list(
+        self, op: str | None = None, platform: Platform | str | None = None
+    ) -> Sequence[KernelEntry]:
+        """All entries, or those of one op or platform, best first."""
         if op is None:
-            return [entry for name in self.ops() for entry in self.list(name)]
+            return [entry for name in self.ops() for entry in self.list(name, platform)]
         self.spec(op)
-        self._load(op)
-        return list(self._entries.get(op, ()))
+        if platform is None:
+            self._load(op)
+            return list(self._entries.get(op, ()))
+        asked: Platform = member(Platform, platform)
+        self._load(op, [asked])
+        return [e for e in self._entries.get(op, ()) if e.platform == asked]
+
+    def implementations(
+        self, op: str, target: _device.Target | None, backend: str = Backend.ANY
+    ) -> Sequence[Implementation]:
+        """All kernels of an op for a target, best first.
+
+        Kernels for other devices refuse the call; their code is not imported for that.
+        """
+        unloaded = []
+        for platform, folder in folders_of(op):
+            reason = None if target is None else why_not_on(platform, folder.backend, target)
+            if reason is None:
+                self._load(op, [platform], [folder])
+            elif (op, folder.package) not in self._loaded and folder.usable(op):
+                unloaded.append((f"{platform}/{folder.backend}", reason))
+        made = [e.implementation(target, backend) for e in self._entries.get(op, ())]
+        return made + [_refusing(name, reason) for name, reason in unloaded]
 
     def generation(self, op: str) -> int:
-        """Counts changes of an op's entries; a change makes programs choose again."""
-        self._load(op)
+        """Counts changes of an op's entries from outside; one makes programs choose again."""
         return self._generation[op]
 
     def missing(self, op: str, platform: Platform | str) -> str:
         """Why an op has no kernel of a platform here."""
         self._load(op)
-        asked: Platform = _member(Platform, platform)
+        asked: Platform = member(Platform, platform)
         return self._missing.get((op, asked), f"no {asked} kernel of `{op}` is registered")
 
     def why_not(self, op: str, args: Any) -> dict[str, str | None]:
@@ -335,8 +315,8 @@ class KernelRegistry:
         """A function that runs one platform's kernel of an op, with the op's own arguments."""
         from ejkernel.kernels import _op_kernel
 
-        wanted = None if platform is None else _member(Platform, platform)
-        kind = None if backend is None else _member(Backend, backend)
+        wanted = None if platform is None else member(Platform, platform)
+        kind = None if backend is None else member(Backend, backend)
         here = _device.find()
         entries = [
             e
@@ -368,25 +348,43 @@ class KernelRegistry:
                     problems.append(f"{op}: {entry.name} honours unknown arguments {unknown}")
         return problems
 
-    def _load(self, op: str) -> None:
-        if op in self._loaded or op not in _packaged_ops():
-            return
-        for platform, folders in _FOLDERS.items():
-            for folder in folders:
-                if not _exists(folder.package) or not _exists(f"{folder.package}.{op}"):
-                    if folder.needs and not _exists(folder.needs):
-                        self._missing[op, platform] = folder.install
-                    continue
-                if folder.needs and not _exists(folder.needs):
-                    self._missing[op, platform] = folder.install
-                    continue
-                try:
-                    importlib.import_module(f"{folder.package}.{op}")
-                except ImportError as error:
-                    if folder.needs is None:
-                        raise
-                    self._missing[op, platform] = f"{folder.needs} cannot be imported: {error}"
-        self._loaded.add(op)
+    def _load(
+        self,
+        op: str,
+        platforms: Iterable[Platform] = tuple(Platform),
+        folders: Iterable[Folder] | None = None,
+    ) -> None:
+        """Imports the package's kernels of an op, all or those of some platforms and folders."""
+        for platform, folder in folders_of(op):
+            chosen = platform in platforms and (folders is None or folder in folders)
+            if not chosen or (op, folder.package) in self._loaded:
+                continue
+            if folder.usable(op):
+                self._import(op, platform, folder)
+            elif folder.needs and not installed(folder.needs):
+                self._missing[op, platform] = folder.install
+            self._loaded.add((op, folder.package))  # last: another thread may ask meanwhile
+
+    def _import(self, op: str, platform: Platform, folder: Folder) -> None:
+        outer = getattr(self._importing, "package", None)
+        self._importing.package = folder.package
+        try:
+            importlib.import_module(f"{folder.package}.{op}")
+        except ImportError as error:
+            if folder.needs is None:
+                raise
+            self._missing[op, platform] = f"{folder.needs} cannot be imported: {error}"
+        finally:
+            self._importing.package = outer
+
+
+def _refusing(name: str, reason: str) -> Implementation:
+    """A kernel that was not imported, since it cannot serve the call."""
+
+    def forward(args: Any, cfg: Any) -> Any:
+        raise UnsupportedError(f"{name}: {reason}")
+
+    return Implementation(name=name, forward=forward, why_not=lambda args, direction: reason)
 
 
 def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, Any]:
@@ -416,28 +414,6 @@ def _takes_args(fn: Callable[..., Any]) -> bool:
 def _rank(entry: KernelEntry) -> tuple[int, int, str]:
     # hand-written kernels before XLA's; the tuner decides by measurement
     return -entry.priority, entry.platform == Platform.XLA, entry.name
-
-
-def _member(kind: type[enum.StrEnum], value: Any) -> Any:
-    try:
-        return kind(str(value).lower())
-    except ValueError:
-        allowed = ", ".join(repr(str(m)) for m in kind)
-        raise ValueError(f"{kind.__name__} must be one of {allowed}; got {value!r}.") from None
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-@functools.cache
-def _packaged_ops() -> frozenset[str]:
-    package = importlib.import_module("ejkernel.kernels._specs")
-    found: Iterable[pkgutil.ModuleInfo] = pkgutil.iter_modules(package.__path__)
-    return frozenset(m.name for m in found if not m.name.startswith("_"))
 
 
 kernel_registry = KernelRegistry()

@@ -261,7 +261,7 @@ def whole_numbers(d, dtype, power, length=40):
 
 
 def run_large(entry_name, values, options=None, rows=None):
-    """Outputs and gradients, compiled as a user compiles; and the cotangent, of some rows [t, h]."""
+    """Outputs and gradients, compiled as by users; and the cotangent, of some rows [t, h]."""
     if "cudnn" in entry_name:
         pytest.skip("cuDNN's arithmetic is its own")
     args = make(values | {"return_lse": True} | (options or {}))

@@ -22,8 +22,8 @@ class RingEntry:
     @property
     def inner(self) -> KernelEntry:
         """The attention of one pair of blocks."""
-        found = (e for e in kernel_registry.list("flash_attention") if e.priority == 0)
-        return next(e for e in found if (e.platform, e.backend) == (self.platform, self.backend))
+        entries = kernel_registry.list("flash_attention", self.platform)
+        return next(e for e in entries if (e.priority, e.backend) == (0, self.backend))
 
     def forward(self, args: RingAttentionArgs, cfg: Any) -> Any:
         return _module(args).forward(args, cfg, self.inner)

@@ -247,8 +247,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[jax.Array, jax.Array]:
-    entries = kernel_registry.list("merge_attention_states")
-    entry = next(e for e in entries if e.platform == Platform.XLA)
+    entry = kernel_registry.list("merge_attention_states", Platform.XLA)[0]
     made = MergeAttentionStatesArgs(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     return entry.fn(made, None)[0]
 

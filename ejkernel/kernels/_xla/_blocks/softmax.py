@@ -28,7 +28,7 @@ def shift(m: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def below(x: jax.Array, reference: jax.Array) -> jax.Array:
-    """x - reference, where the reference is the maximum or the logsumexp of x: never above 0.
+    """`x - reference`, where the reference is the maximum or the logsumexp of x: never above 0.
 
     A compiler may fuse the product that made x with the subtraction. Unrounded, it can exceed the
     rounded maximum by half a unit in the last place: 2^15 for a score of 1e12. The minimum between
