@@ -274,8 +274,8 @@ def test_logits_of_tiles(option, seed, blocks):
 def test_slope_of_cap_is_its_derivative(cap):
     rng = np.random.default_rng(0)
     offsets = {"bias": normal(rng, (1, HEADS, 1, S)), "alibi_slopes": jnp.asarray(SLOPES)}
-    p = pairs.Pairs(make(logits_soft_cap=cap, softmax_scale=1.0, **offsets), BLOCKS[0])
-    at = pairs.Tile(0, 0, 0, 0)
+    args = make(logits_soft_cap=cap, softmax_scale=1.0, **offsets)
+    p, at = pairs.Pairs(args, pairs.Blocks(BATCH, GROUPS, T, S)), pairs.Tile(0, 0, 0, 0)
     dots = jnp.linspace(-3.0, 3.0, BATCH * HEADS * T * S)
     dots = dots.reshape(BATCH, GROUPS, REPEAT, T, S)
     _, slope = jax.jvp(lambda x: p.logits(x, at, "ts"), (dots,), (jnp.ones_like(dots),))

@@ -28,7 +28,7 @@ SCALE = 0.37
 def call(op, values, scale):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EjkernelWarning)  # a cache that is copied, a seed
-        return jax.tree.leaves(getattr(modules, op)(**values, softmax_scale=scale))
+        return jax.tree.leaves(getattr(modules, op)(**values | {"softmax_scale": scale}))
 
 
 def values_of(op, case, dtype="float32", seed=11):

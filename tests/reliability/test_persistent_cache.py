@@ -427,7 +427,11 @@ def test_a_disk_that_refuses(cache, monkeypatch, module, function, code):
 
 
 def test_a_file_that_cannot_be_read(cache, monkeypatch):
+    read_bytes = pathlib.Path.read_bytes
+
     def refuse(self):
+        if cache.path not in self.parents:
+            return read_bytes(self)  # JAX's own cache
         raise PermissionError(errno.EACCES, "Permission denied")
 
     tuning(cache)(Double(), X)

@@ -47,6 +47,8 @@ def case_values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, An
         "logits_soft_cap": row["cap"],
         "return_lse": row["return_lse"],
     }
+    if "scale" in row:
+        values["softmax_scale"] = row["scale"]
     if row["mask"] == "full":
         values["attention_mask"] = jax.random.bernoulli(next(keys), 0.8, (batch, 1, t, s))
     elif row["mask"] == "key_padding":
@@ -93,7 +95,7 @@ _PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 NAMED = {
     "plain": {},
     "causal": {"causal": True, "return_lse": True},
-    "causal_window_sinks": {"causal": True, "window": 7, "sinks": "per_head"},
+    "causal_window_sinks": {"causal": True, "window": 7, "sinks": "per_head", "scale": 0.3},
     "packed_causal_dropout": {
         "shape": "long_keys",
         "lengths": "rows",

@@ -65,6 +65,7 @@ def _table(rows: dict[str, dict[str, Any]]) -> Sequence[_spec.Case]:
 
 def linear_recurrence() -> Sequence[_spec.Case]:
     mamba = {"heads": (2, 1, 4)}  # keys and queries serve groups of values
+    scaled = {"more": {"softmax_scale": 0.5}}
     return _table(
         {
             "plain": {},
@@ -72,7 +73,7 @@ def linear_recurrence() -> Sequence[_spec.Case]:
             "scalar": {"gates": ("g",), "gamma": True, "reverse": True, "state": True} | mamba,
             "columns": {"shape": "rows", "gates": ("gv",), "state": True, "reverse": True},
             "scalar_columns": {"gates": ("g", "gv"), "strong": True, "state": True},
-            "strong": {"shape": "rows", "gates": ("gk",), "strong": True, "state": True},
+            "strong": {"shape": "rows", "gates": ("gk",), "strong": True, "state": True} | scaled,
             "packed": {"gates": ("gk", "gv"), "packed": True, "state": True},
             "packed_reverse": {"gates": ("g",), "packed": True, "state": True, "reverse": True},
         }
@@ -85,7 +86,7 @@ def gla() -> Sequence[_spec.Case]:
         {
             "plain": {},
             "cover00": {"shape": "rows", "gates": ("gk",), "gamma": True, "state": True} | rename,
-            "decay": {"gamma": True, "reverse": True},
+            "decay": {"gamma": True, "reverse": True, "more": {"softmax_scale": 0.5}},
             "strong": {"gates": ("gk",), "strong": True, "state": True} | rename,
             "packed": {"gates": ("gk",), "packed": True, "state": True, "reverse": True} | rename,
         }
@@ -98,7 +99,11 @@ def lightning_attention() -> Sequence[_spec.Case]:
         {
             "plain": more,
             "cover00": {"shape": "rows", "gamma": True, "state": True, "reverse": True},
-            "packed": {"packed": True, "state": True} | more,
+            "packed": {
+                "packed": True,
+                "state": True,
+                "more": more["more"] | {"softmax_scale": 0.5},
+            },
         }
     )
 

@@ -68,6 +68,8 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     values["block_indices"] = nsa.lists_of(keys[3], (batch, t, groups), size, k)
     if row.get("counts") == "array":
         values["block_counts"] = jax.random.randint(keys[4], (batch, t, groups), 0, k + 1)
+    if "scale" in row:
+        values["softmax_scale"] = row["scale"]
     if row.get("packed"):
         values["cu_seqlens"] = jnp.asarray(nsa.PACKED, jnp.int32)
     return values
@@ -78,7 +80,7 @@ _ROWS: dict[str, dict[str, Any]] = {
     "rows": {"shape": "rows", "counts": 2},
     "packed_counts": {"packed": True, "counts": "array"},
     "one_block": {"size": 64},
-    "cover00": {"shape": "rows", "counts": "array"},
+    "cover00": {"shape": "rows", "counts": "array", "scale": 0.5},
 }
 
 

@@ -211,6 +211,8 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         values["mask_builder"] = block_mask.local(1) | block_mask.random(1, seed=7)
     else:
         values["sparsity_mask"] = _some(*lead[row["blocks"]], -(-t // size), -(-s // size))
+    if "scale" in row:
+        values["softmax_scale"] = row["scale"]
     if row["mask"]:
         values["attention_mask"] = jnp.arange(s)[None, None, None] < s - 5
     if row["bias"]:
@@ -226,7 +228,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
 _PLAIN = {name: values[0] for name, values in _OPTIONS.items()}
 _NAMED: dict[str, dict[str, Any]] = {
     "plain": {},
-    "per_head_causal": {"blocks": "heads", "causal": True, "return_lse": True},
+    "per_head_causal": {"blocks": "heads", "causal": True, "return_lse": True, "scale": 0.5},
     "causal_window_sinks": {"causal": True, "window": 7, "sinks": "per_head", "blocks": "all"},
     "segments_window_bias": {"ids": True, "window": (9, -1), "bias": "full", "blocks": "rows"},
 }

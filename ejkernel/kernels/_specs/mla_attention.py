@@ -219,7 +219,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
 _NAMED = {
     "plain": {},
     "causal": {"causal": True, "return_lse": True, "rope": "query"},
-    "causal_window_sinks": {"causal": True, "window": 7, "sinks": "per_head", "rope": "heads"},
+    "causal_window_sinks": _attention_cases.NAMED["causal_window_sinks"] | {"rope": "heads"},
     "packed_causal_dropout": _attention_cases.NAMED["packed_causal_dropout"] | {"rope": "shared"},
     "segments_window_bias": _attention_cases.NAMED["segments_window_bias"] | {"rope": "query"},
 }

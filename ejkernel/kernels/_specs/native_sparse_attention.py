@@ -236,7 +236,7 @@ _NAMED: dict[str, dict[str, Any]] = {
     "packed": {"gates": _OPTIONS["gates"][2], "shape": "packed", "choice": "counts"},
     "rows": {"gates": _OPTIONS["gates"][1], "shape": "rows", "choice": "lists and counts"},
     "window": {"gates": ("g_swa",), "shape": "rows"},
-    "cover00": {"gates": _OPTIONS["gates"][2], "choice": 3},
+    "cover00": {"gates": _OPTIONS["gates"][2], "choice": 3, "scale": 0.5},
 }
 
 
@@ -273,6 +273,8 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         values["block_counts"] = jax.random.randint(next(keys), (batch, t, groups), 1, 5)
     if "lists" in str(choice):
         values["block_indices"] = lists_of(next(keys), (batch, t, groups), size, 4)
+    if "scale" in row:
+        values["softmax_scale"] = row["scale"]
     if packed:
         values["cu_seqlens"] = jnp.asarray(PACKED, jnp.int32)
     return values

@@ -208,7 +208,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 _PLAIN = {name: values[0] for name, values in _OPTIONS.items()}
 _NAMED = {
     "plain": {},
-    "causal_window_sinks": {"window": 6, "sinks": "per_head", "return_lse": True},
+    "causal_window_sinks": {"window": 6, "sinks": "per_head", "return_lse": True, "scale": 0.3},
     "int8_scales": {"cache": "int8", "shape": "odd"},
     "float8_scales": {"cache": "float8_e4m3fn", "cap": 5.0},
 }
@@ -226,6 +226,8 @@ def cache_values(
         "logits_soft_cap": row["cap"],
         "return_lse": row["return_lse"],
     }
+    if "scale" in row:
+        options["softmax_scale"] = row["scale"]
     if row["cache"] is not None:
         factor = 30.0 if row["cache"] == "int8" else 1.0
         arrays[1:] = [(x * factor).astype(row["cache"]) for x in arrays[1:]]

@@ -143,26 +143,21 @@ def _batch(operands, dims, *, linear, num_residuals, out_avals):
     return outs, [0] * len(outs)
 
 
-# The identity on its first operands; if any operand has a batch axis, all results have one. JAX's
+# The identity on its first operand, which has a batch axis as soon as any operand has one. JAX's
 # batching of a `custom_jvp` inside jit is wrong where an output has none and its tangent has one:
-# value and gradient are multiplied by the axis size (seen with 0.10.2).
+# value and gradient are multiplied by the axis size (seen with 0.10.2). It has one result, so that
+# JAX drops the equation of a result that nobody uses, and what was computed for it.
 batched_alike_p = Primitive("ejkernel_batched_alike")
-batched_alike_p.multiple_results = True
-batched_alike_p.def_impl(lambda *operands, count: list(operands[:count]))
-batched_alike_p.def_abstract_eval(lambda *operands, count: list(operands[:count]))
-mlir.register_lowering(
-    batched_alike_p, lambda ctx, *operands, count: [[x] for x in operands[:count]]
-)
+batched_alike_p.def_impl(lambda x, *others: x)
+batched_alike_p.def_abstract_eval(lambda x, *others: x)
+mlir.register_lowering(batched_alike_p, lambda ctx, x, *others: [x])
 
 
-def _batch_alike(operands, dims, *, count):
+def _batch_alike(operands, dims):
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    outs = [
-        batching.bdim_at_front(x, d, size)
-        for x, d in zip(operands[:count], dims[:count], strict=True)
-    ]
+    x = batching.bdim_at_front(operands[0], dims[0], size)
     # bound again: an outer vmap may add an axis of its own
-    return batched_alike_p.bind(*outs, *operands[count:], count=count), [0] * count
+    return batched_alike_p.bind(x, *operands[1:]), 0
 
 
 batching.primitive_batchers[batched_alike_p] = _batch_alike
@@ -192,9 +187,7 @@ def apply(rule: Rule, args: AbstractArgs) -> tuple[jax.Array, ...]:
     @jax.custom_jvp
     def op(*leaves):
         outputs, residuals = rule.forward(args.with_arrays(dict(zip(names, leaves, strict=True))))
-        count = len(outputs) + len(residuals)
-        results = batched_alike_p.bind(*outputs, *residuals, *leaves, count=count)
-        return tuple(results[: len(outputs)]), tuple(results[len(outputs) :])
+        return jax.tree.map(lambda x: batched_alike_p.bind(x, *leaves), (outputs, residuals))
 
     def jvp(primals, tangents):
         wanted = [n for n, t in zip(names, tangents, strict=True) if type(t) is not SymbolicZero]
