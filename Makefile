@@ -5,7 +5,7 @@ VENV := .venv/$(PYVER)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-all test-gpu smoke bench bench-tpu bench-gpu lint matrix clean
+.PHONY: setup demo test test-all test-op test-kernels test-gpu smoke bench bench-tpu bench-gpu lint matrix clean
 
 setup: $(VENV)/.core
 
@@ -35,10 +35,21 @@ test-all: $(VENV)/.test
 
 # On a machine with a GPU, with the Python that has its JAX: make test-gpu PYTHON=python3
 GPU_WORKERS ?= 4
-GPU_TESTS := tests/kernels tests/callib -k 'triton or cudnn or test_gpu' --deselect tests/kernels/test_triton_compiles.py
+GPU_TESTS := tests/kernels tests/callib -k 'triton or cudnn or test_gpu' --deselect tests/kernels/test_triton_compiles.py --deselect tests/kernels/test_compiles.py
 
 test-gpu:
-	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) --device-results benchmarks/results/gpu_matrix.json
+	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) --device-results benchmarks/results/gpu_matrix.json
+
+# One op: make test-op OP=page_attention, make test-kernels OP=page_attention, make test-gpu OP=page_attention
+ONE_OP := $(if $(OP),--op $(OP))
+
+test-op: $(VENV)/.test
+	@[ -n "$(OP)" ] || { echo "name an op: make test-op OP=page_attention"; exit 2; }
+	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' $(ONE_OP)
+
+# The kernel tests of `make test`; the support tables then tell what they found (`make matrix`).
+test-kernels: $(VENV)/.test
+	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' tests/kernels $(ONE_OP) --device-results benchmarks/results/cpu_matrix.json
 
 # A short suite for the other Python versions.
 SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py

@@ -2,14 +2,14 @@
 
 import collections
 import os
-import pathlib
-import re
 from typing import Any
 
-_SPECS = pathlib.Path(__file__).parents[1] / "ejkernel" / "kernels" / "_specs"
+from tests import selection
+
 _OP = 65.0  # the kernel tests of one op
 _PARTS = {
-    "kernels/flash_attention": 450.0,  # and the transformations of all ops
+    "kernels/flash_attention": 420.0,
+    "kernels/several ops": 100.0,
     "blocks": 130.0,
     "modules": 450.0,  # 20 s an op
     "ops": 120.0,
@@ -39,9 +39,8 @@ def part_of(nodeid: str) -> str:
     folder = nodeid.removeprefix("tests/").partition("/")[0]
     if folder != "kernels":
         return folder if folder in _PARTS else "other"
-    named = re.search(r"\[([a-z_0-9]+)-[a-z]+/[a-z]+", nodeid)  # [op-platform/backend-…]
-    known = named and (_SPECS / f"{named[1]}.py").exists()
-    return f"kernels/{named[1] if known else 'flash_attention'}"
+    named = selection.ops_of(nodeid)
+    return f"kernels/{min(named)}" if len(named) == 1 else "kernels/several ops"
 
 
 def group_of(item: Any) -> str:

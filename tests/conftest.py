@@ -23,13 +23,14 @@ os.environ.update(_ENVIRONMENT)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import budget, device_results  # noqa: E402
+from tests import budget, device_results, selection  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 
 def pytest_addoption(parser):
     parser.addoption("--device-results", help="a file for outcomes by kernel; see device_results")
+    parser.addoption("--op", help="only tests about this operation")
     parser.addoption("--optimised", action="store_true", help="compile every test as a user would")
 
 
@@ -40,6 +41,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if (op := config.getoption("--op")) is not None:
+        if op not in selection.OPS:
+            raise pytest.UsageError(f"--op: {op!r} is none of {', '.join(sorted(selection.OPS))}")
+        others = [item for item in items if op not in selection.ops_of(item.nodeid)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if op in selection.ops_of(item.nodeid)]
     for item in items:
         for backend, name in (("gpu", "an NVIDIA GPU"), ("tpu", "a TPU")):
             if item.get_closest_marker(backend) and BACKEND != backend:

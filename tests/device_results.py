@@ -1,6 +1,6 @@
-"""What the kernel tests of a run on a device gave, by op and entry, as a file to commit.
+"""What the kernel tests of a run gave, by op and entry, as a file to commit.
 
-make test-gpu
+make test-gpu, make test-kernels
 """
 
 import collections
@@ -14,10 +14,12 @@ from typing import Any
 import jax
 
 import ejkernel
-from ejkernel.kernels import kernel_registry
+from ejkernel.kernels import _source, kernel_registry
+from tests.kernels import harness
 
 _ENTRY = re.compile(r"(?:xla|triton|pallas|cudnn|cuda)/[a-z]+(?:@-?\d+)?")
-_VERSIONS = ("jax", "jaxlib", "triton", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
+_TARGET = re.compile(r"(?:cuda:sm_\d+|hip:gfx\w+|tpu:\w+)")
+_VERSIONS = ("jax", "jaxlib", "triton", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
 
 
 class Recorder:
@@ -25,7 +27,9 @@ class Recorder:
 
     def __init__(self, path: str):
         self._path = pathlib.Path(path)
-        self._counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        self._counts: dict[tuple[str, str], collections.Counter] = collections.defaultdict(
+            collections.Counter
+        )
 
     def pytest_runtest_logreport(self, report):
         counted = (
@@ -34,27 +38,22 @@ class Recorder:
         if counted and (name := entry_of(report.nodeid)) is not None:
             noted = [tuple(p) for p in report.user_properties]
             refused = report.outcome == "passed" and ("refused", True) in noted
-            self._counts[name]["refused" if refused else report.outcome] += 1
+            kind = kind_of(report.nodeid, name)
+            self._counts[name, kind]["refused" if refused else report.outcome] += 1
 
     def pytest_sessionfinish(self):
         device = jax.devices()[0]
-        entries = {
-            name: {"version": _code(name)} | dict(sorted(count.items()))
-            for name, count in sorted(self._counts.items())
-        }
-        content: dict[str, Any] = {
-            "date": dt.date.today().isoformat(),
-            "device": device.device_kind,
-            "backend": device.platform,
-            "versions": {"ejkernel": ejkernel.__version__}
-            | {name: found for name in _VERSIONS if (found := _version(name)) is not None},
-        }
-        content["entries"] = _others(self._path, content) | entries
+        content = {"device": device.device_kind, "backend": device.platform}
+        made: dict[str, Any] = {}
+        for (name, kind), counts in sorted(self._counts.items()):
+            entry = made.setdefault(name, _facts(name) | {"checks": {}})
+            entry["checks"][kind] = dict(sorted(counts.items()))
+        content["entries"] = dict(sorted((_others(self._path, content) | made).items()))
         self._path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _others(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run on the same day, device and versions found for other entries."""
+    """What earlier runs on the same device found for other entries."""
     if not path.exists():
         return {}
     earlier = json.loads(path.read_text())
@@ -72,10 +71,30 @@ def entry_of(nodeid: str) -> str | None:
     return f"{op[1] if known else 'flash_attention'} {entry[0]}"
 
 
-def _code(name: str) -> int | None:
-    """The version of an entry's code."""
+def kind_of(nodeid: str, name: str) -> str:
+    """How a test checks a kernel: "run", "interpreted", or "compiled for" a target."""
+    if (target := _TARGET.search(nodeid.partition("[")[2])) is not None:
+        return f"compiled for {target[0]}"
+    entry = _entry(name)
+    return "interpreted" if entry is not None and harness.interpreted(entry) else "run"
+
+
+def _entry(name: str) -> Any:
     op, entry = name.split(" ")
-    return next((e.version for e in kernel_registry.list(op) if e.name == entry), None)
+    return next((e for e in kernel_registry.list(op) if e.name == entry), None)
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """Which code was tested, when, and with what."""
+    entry = _entry(name)
+    versions = {"ejkernel": ejkernel.__version__}
+    versions |= {one: found for one in _VERSIONS if (found := _version(one)) is not None}
+    return {
+        "date": dt.date.today().isoformat(),
+        "versions": versions,
+        "version": entry and entry.version,
+        "source": entry and _source.fingerprint(entry),
+    }
 
 
 def _version(name: str) -> str | None:

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from ejkernel.kernels import kernel_registry
+from ejkernel.kernels import _source, _support, kernel_registry
 from tests import device_results
 
 
@@ -34,6 +34,21 @@ def test_names(nodeid, name):
     assert device_results.entry_of(nodeid) == name
 
 
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [
+        ("gla-xla/any-plain", "run"),
+        ("flash_attention-triton/gpu-plain", "interpreted"),
+        ("flash_attention-triton/gpu-forward-example-hip:gfx942", "compiled for hip:gfx942"),
+        ("flash_attention-pallas/tpu-forward-example-tpu:v5e", "compiled for tpu:v5e"),
+        ("flash_attention-cudnn/gpu-plain", "run"),
+    ],
+)
+def test_kinds(parameters, kind):
+    nodeid = f"t.py::t[{parameters}]"
+    assert device_results.kind_of(nodeid, device_results.entry_of(nodeid)) == kind
+
+
 def report(when, outcome, properties, nodeid="t.py::t[gla-xla/any-plain]"):
     return types.SimpleNamespace(
         when=when, outcome=outcome, skipped=False, nodeid=nodeid, user_properties=properties
@@ -52,9 +67,10 @@ def test_counts(tmp_path):
         recorder.pytest_runtest_logreport(report(when, outcome, properties))
     recorder.pytest_sessionfinish()
     content = json.loads((tmp_path / "results.json").read_text())
-    version = kernel_registry.list("gla")[0].version
-    counts = {"version": version, "failed": 2, "passed": 1, "refused": 1}
-    assert content["entries"] == {"gla xla/any": counts}
+    assert list(content["entries"]) == ["gla xla/any"]
+    found, entry = content["entries"]["gla xla/any"], kernel_registry.list("gla")[0]
+    assert found["checks"] == {"run": {"failed": 2, "passed": 1, "refused": 1}}
+    assert (found["version"], found["source"]) == (entry.version, _source.fingerprint(entry))
     assert content["backend"] == "cpu"
 
 
@@ -73,3 +89,29 @@ def test_a_second_run_keeps_the_other_entries(tmp_path):
     path.write_text(json.dumps(content | {"device": "another"}))
     content = run_with(path, "t.py::t[gla-xla/any-plain]")
     assert set(content["entries"]) == {"gla xla/any"}
+
+
+def test_what_the_support_table_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(_support, "_RESULTS", tmp_path)
+    entry = next(e for e in kernel_registry.list("flash_attention") if e.name == "triton/gpu")
+    assert _support._checks(entry) == ["not tested"]
+    path = tmp_path / "cpu_matrix.json"
+    call = "t.py::t[flash_attention-triton/gpu-"
+    run_with(path, f"{call}plain]")
+    assert _support._checks(entry) == ["interpreted"]
+    content = json.loads(path.read_text())
+    found = content["entries"]["flash_attention triton/gpu"]
+    found["checks"] |= {"compiled for cuda:sm_90": {"passed": 2}, "run": {"passed": 1, "failed": 1}}
+    found["checks"]["compiled for hip:gfx942"] = {"passed": 1, "refused": 1}
+    path.write_text(json.dumps(content))
+    assert _support._checks(entry) == ["interpreted", "compiled for sm_90, gfx942"]
+    found["checks"]["run"] = {"passed": 3}
+    path.write_text(json.dumps(content | {"device": "NVIDIA H200"}))
+    assert _support._checks(entry)[-1] == "tests passed on NVIDIA H200"
+    found["source"] = "of other code"
+    path.write_text(json.dumps(content))
+    assert _support._checks(entry) == [
+        "interpreted (stale)",
+        "compiled for sm_90 (stale), gfx942 (stale)",
+        "tests passed on cpu (stale)",
+    ]

@@ -1,6 +1,9 @@
 """Every kernel against its op's oracle: outputs and gradients, generated from the registry."""
 
 import collections
+import pathlib
+import subprocess
+import zlib
 
 import jax
 import pytest
@@ -9,6 +12,7 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _op_kernel, _oracle, kernel_registry
 from tests.kernels import harness
 
+ROOT = pathlib.Path(__file__).parents[2]
 CORE = harness.matrix("core")
 REST = [row for row in harness.matrix("full") if row not in CORE]
 HALVES = [row for row in CORE if row[2] in ("causal_window_sinks", "cover00")]
@@ -33,16 +37,41 @@ def check(op, entry_name, case, dtype, kind, record_property):
     harness.assert_close_to_oracle(actual, made)
 
 
-def in_core(most=5, most_on_tpu=9):
-    """Core cases; where one XLA kernel serves an op, and on TPUs, `make test-all` has the last."""
-    seen = collections.Counter()
-    for row in CORE:
-        entry = harness.find_entry(*row[:2])
-        alone = len(kernel_registry.list(entry.op)) == 1
-        limit = most if alone else most_on_tpu if entry.backend == "tpu" else len(CORE)
-        seen[row[:2]] += 1
-        late = [pytest.mark.slow] if seen[row[:2]] > limit else []
-        yield pytest.param(*row, marks=[*harness.marks(entry), *late])
+def commit():
+    """A number that changes from commit to commit."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return 0
+    return zlib.crc32(found)
+
+
+def quick_cases(entry, names):
+    """The cases that `make test` runs of an entry; `make test-all` runs all of them.
+
+    An interpreter is slow: the plain call, what is special about attention, everything at once,
+    and one of the others, which changes with the commit. Where one XLA kernel serves an op, the
+    first five.
+    """
+    if harness.interpreted(entry):
+        fixed = [n for n in names if n in ("plain", "causal_window_sinks", "cover00")]
+        others = [n for n in names if n not in fixed]
+        return {*fixed, *others[commit() % len(others) :][:1]} if others else set(fixed)
+    alone = len(kernel_registry.list(entry.op)) == 1
+    return set(names[:5] if alone else names)
+
+
+def in_core():
+    by_entry = collections.defaultdict(list)
+    for op, entry_name, case in CORE:
+        by_entry[op, entry_name].append(case)
+    for (op, entry_name), names in by_entry.items():
+        entry = harness.find_entry(op, entry_name)
+        quick = quick_cases(entry, names)
+        for case in names:
+            late = [] if case in quick else [pytest.mark.slow]
+            yield pytest.param(op, entry_name, case, marks=[*harness.marks(entry), *late])
 
 
 @pytest.mark.parametrize(("op", "entry", "case"), list(in_core()))
@@ -51,11 +80,14 @@ def test_matches_oracle(op, entry, case, record_property):
 
 
 def in_halves():
-    """Halves of each kind; float16 is quick only where bfloat16 is not exact."""
+    """Halves of each kind; in `make test` float16 on Triton alone, which reduces it otherwise."""
     for row in HALVES:
-        marks = harness.marks(harness.find_entry(*row[:2]))
-        late = [] if row[1].startswith("triton") else [pytest.mark.slow]
-        yield pytest.param(*row, "bfloat16", marks=marks)
+        entry = harness.find_entry(*row[:2])
+        marks, slow = harness.marks(entry), [pytest.mark.slow]
+        rich = row[2] == "cover00"
+        late = slow if harness.interpreted(entry) and not rich else []
+        yield pytest.param(*row, "bfloat16", marks=[*marks, *late])
+        late = [] if row[1].startswith("triton") and not rich else slow
         yield pytest.param(*row, "float16", marks=[*marks, *late])
 
 

@@ -1,0 +1,105 @@
+"""Every kernel for a device compiles for it, with the configuration that is used unmeasured.
+
+From the registry: a new kernel is compiled here without a line of its own. `make test-all` compiles
+every configuration that a tuner may try, for every target.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from ejkernel import _device, _settings
+from ejkernel.aot import _calls, _gpu, _programs, _targets, _tpu
+from ejkernel.kernels import Platform, kernel_registry
+from tests.kernels import harness, oracles
+
+QUICK = {Platform.TRITON: ("cuda:sm_90", "hip:gfx942"), Platform.PALLAS: ("tpu:v5e",)}
+REST = {
+    Platform.TRITON: ("cuda:sm_80", "cuda:sm_100"),
+    Platform.PALLAS: ("tpu:v4", "tpu:v5p", "tpu:v6e", "tpu:7x"),
+}
+NEEDS = {Platform.TRITON: "triton", Platform.PALLAS: "libtpu"}
+
+
+def rows(targets):
+    """(op, entry, direction, call, target) for every kernel that is compiled ahead of time."""
+    return [
+        (op, entry.name, direction, call, target)
+        for op in kernel_registry.ops()
+        for entry in kernel_registry.list(op)
+        for target in targets.get(entry.platform, ())
+        for direction in ("forward", "backward")
+        if direction == "forward" or entry.backward is not None
+        for call in ("example", "options")
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _without_caches_of_jax():
+    """Triton's kernels are kept; what libtpu makes can be written to JAX's cache but not read."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    with _settings.override(cache_dir=str(oracles.FOLDER.parent)):
+        yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+def call_of(op, kind):
+    """A call that is worth looking at, or the test case that sets most options."""
+    if kind == "example":
+        return _calls.decode(op, {"arrays": {}, "options": {}})
+    spec = kernel_registry.spec(op)
+    names = [case.name for case in spec.cases()]
+    richest = next(name for name in ("cover00", "plain") if name in names)
+    values = harness.find_case(op, richest).values(jnp.bfloat16, jax.random.key(0))
+    arrays = {n: v for n, v in values.items() if hasattr(v, "shape")}
+    shapes = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in arrays.items()}
+    return _calls.Call(spec, shapes, {n: v for n, v in values.items() if n not in arrays})
+
+
+@functools.cache
+def compiler_for(target):
+    parsed = _targets.parse(target)
+    return _tpu.Compiler(parsed, "x") if parsed.kind == "tpu" else _gpu.Compiler(parsed)
+
+
+def check(op, entry_name, direction, call, target, record_property, every=False):
+    entry = harness.find_entry(op, entry_name)
+    if importlib.util.find_spec(NEEDS[entry.platform]) is None:
+        pytest.skip(f"needs {NEEDS[entry.platform]}")
+    compiler, parsed = compiler_for(target), _targets.parse(target)
+    compiler.expect([])  # no schedules
+    programs = _programs.Programs(call_of(op, call), parsed, compiler.wrap)
+    jobs = list(programs.jobs([entry], [direction], every, compiler.refusal))
+    if jobs[0].refusal is not None:
+        assert len(jobs) == 1
+        assert entry.why_not(programs.args, programs.device, direction) is not None
+        record_property("refused", True)
+        return
+    for job in jobs:
+        function, inputs = programs.program(job)
+        made = compiler.compile(function, inputs, {})
+        limit = _device.shared_memory(parsed.capability)
+        if parsed.kind != "tpu":
+            assert made["kernels"], "it launches no Triton kernel"
+            assert all(kernel.shared_bytes <= limit for kernel in made["kernels"])
+
+
+@pytest.mark.parametrize(("op", "entry", "direction", "call", "target"), rows(QUICK))
+def test_the_first_guess_compiles(op, entry, direction, call, target, record_property):
+    check(op, entry, direction, call, target, record_property)
+
+
+ALL = {platform: (*QUICK[platform], *REST[platform]) for platform in QUICK}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "entry", "direction", "call", "target"), rows(ALL))
+def test_every_candidate_compiles(op, entry, direction, call, target, record_property):
+    check(op, entry, direction, call, target, record_property, every=True)
