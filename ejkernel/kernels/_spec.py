@@ -192,6 +192,8 @@ class OpSpec:
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
+    # cases in which all numbers that no result depends on are padding, and so may be NaN
+    padded: tuple[str, ...] = ()
     # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
     examples: Callable[[Any], dict[str, jax.Array]] = lambda args: {}
     # sizes by axis of a small call with the same options, for blocks of a size; None: no twin

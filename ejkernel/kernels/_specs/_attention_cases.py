@@ -104,6 +104,11 @@ NAMED = {
     },
     "segments_window_bias": {"lengths": "segments", "window": (3, 2), "bias": "full"},
 }
+# without a mask besides, which may hide what is no padding; with lse, which depends on every query
+PADDED = {
+    "padded_rows": {"lengths": "rows", "return_lse": True},
+    "padded_segments": {"lengths": "segments", "return_lse": True},
+}
 _CORE_ROWS = 7
 
 
@@ -120,6 +125,9 @@ def cases() -> tuple[_spec.Case, ...]:
         core = index < len(NAMED) + _CORE_ROWS
         tags = frozenset({"core", "full"} if core else {"full"})
         made.append(_spec.Case(name, functools.partial(case_values, row), tags))
+    for name, row in PADDED.items():
+        values = functools.partial(case_values, _PLAIN | row)
+        made.append(_spec.Case(name, values, frozenset({"padding"})))
     return tuple(made)
 
 

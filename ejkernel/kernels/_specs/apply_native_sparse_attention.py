@@ -113,6 +113,7 @@ SPEC = _spec.OpSpec(
     differentiable=frozenset({"query", "key", "value", "softmax_scale"}),
     residuals=("out", "lse", "selected"),
     cases=cases,
+    padded=("packed_counts",),
     changes=changes,
     config=ApplyNativeSparseAttentionConfig,
     check=functools.partial(nsa.check_lists, op=OP),

@@ -60,6 +60,7 @@ SPEC = _spec.OpSpec(
     outputs=lambda args: ("out", "weights"),
     output_axes={"out": ("b", "t", "h", "e"), "weights": ("b", "h", "t", "s")},
     cases=_cases,
+    padded=tuple(_attention_cases.PADDED),
     changes=_changes,
     config=AttentionConfig,
     scalars={"dropout_seed": functools.partial(_common.seed_array, "attention")},

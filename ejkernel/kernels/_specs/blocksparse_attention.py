@@ -207,7 +207,9 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         "return_lse": row["return_lse"],
     }
     lead = {"shared": (), "heads": (heads,), "rows": (batch, 1), "all": (batch, heads)}
-    if row["blocks"] == "builder":
+    if row["blocks"] == "everything":
+        values["sparsity_mask"] = jnp.ones((-(-t // size), -(-s // size)), bool)
+    elif row["blocks"] == "builder":
         values["mask_builder"] = block_mask.local(1) | block_mask.random(1, seed=7)
     else:
         values["sparsity_mask"] = _some(*lead[row["blocks"]], -(-t // size), -(-s // size))
@@ -246,6 +248,8 @@ def cases() -> tuple[_spec.Case, ...]:
     for index, (name, row) in enumerate(rows):
         tags = frozenset({"core", "full"} if index < len(_NAMED) + _CORE_ROWS else {"full"})
         made.append(_spec.Case(name, functools.partial(_values, row), tags))
+    row = _PLAIN | {"ids": True, "blocks": "everything", "return_lse": True}
+    made.append(_spec.Case("padded", functools.partial(_values, row), frozenset({"padding"})))
     return tuple(made)
 
 
@@ -284,6 +288,7 @@ SPEC = _spec.OpSpec(
     output_axes=flash_attention.SPEC.output_axes,
     residuals=("lse",),
     cases=cases,
+    padded=("padded",),
     changes=changes,
     examples=examples,
     twin=twin,

@@ -280,6 +280,7 @@ SPEC = _spec.OpSpec(
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
     residuals=("lse",),
     cases=_attention_cases.cases,
+    padded=tuple(_attention_cases.PADDED),
     changes=_attention_cases.changes,
     examples=examples,
     twin=twin,

@@ -49,6 +49,7 @@ SPEC = _spec.OpSpec(
         {"query", "key", "value", "g", "g_gamma", "initial_state", "softmax_scale"}
     ),
     cases=_linear_cases.gla,
+    padded=("packed",),
     changes=_linear_cases.gla_changes,
     config=GLAConfig,
     **linear_recurrence.FAMILY,

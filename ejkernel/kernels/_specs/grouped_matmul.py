@@ -298,6 +298,7 @@ SPEC = GroupedMatmulSpec(
     outputs=lambda args: ("out",),
     output_axes={"out": ("m", "n")},
     cases=cases,
+    padded=("plain", "empty_groups"),
     changes=changes,
     examples=examples,
     config=GroupedMatmulConfig,

@@ -102,6 +102,7 @@ SPEC = _spec.OpSpec(
         {"query", "key", "value", "g_gamma", "initial_state", "softmax_scale"}
     ),
     cases=_linear_cases.lightning_attention,
+    padded=("packed",),
     changes=_linear_cases.lightning_attention_changes,
     config=LightningAttentionConfig,
     publish=publish,

@@ -186,6 +186,7 @@ SPEC = _spec.OpSpec(
         {"query", "key", "value", "g", "gk", "gv", "g_gamma", "initial_state", "softmax_scale"}
     ),
     cases=_linear_cases.linear_recurrence,
+    padded=("packed", "packed_reverse"),
     changes=_linear_cases.linear_recurrence_changes,
     config=LinearRecurrenceConfig,
     **FAMILY,

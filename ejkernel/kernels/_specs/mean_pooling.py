@@ -171,6 +171,7 @@ SPEC = MeanPoolingSpec(
     outputs=lambda args: ("out",),
     output_axes={"out": ("b", "d")},
     cases=cases,
+    padded=("mask_heads", "packed", "packed_chunks"),
     changes=changes,
     examples=examples,
     config=MeanPoolingConfig,

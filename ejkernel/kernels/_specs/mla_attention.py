@@ -235,13 +235,12 @@ def cases() -> tuple[_spec.Case, ...]:
     cover.sort(key=lambda row: sum(row[name] == plain[name] for name in row))
     rows += [(f"cover{i:02d}", row) for i, row in enumerate(cover)]
     core = len(_NAMED) + _CORE_ROWS
+    tags = [{"core", "full"} if i < core else {"full"} for i in range(len(rows))]
+    rows += [(name, plain | row) for name, row in _attention_cases.PADDED.items()]
+    tags += [{"padding"} for _ in _attention_cases.PADDED]
     return tuple(
-        _spec.Case(
-            name,
-            functools.partial(_values, row),
-            frozenset({"core", "full"} if i < core else {"full"}),
-        )
-        for i, (name, row) in enumerate(rows)
+        _spec.Case(name, functools.partial(_values, row), frozenset(own))
+        for (name, row), own in zip(rows, tags, strict=True)
     )
 
 
@@ -277,6 +276,7 @@ SPEC = _spec.OpSpec(
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
     residuals=("lse",),
     cases=cases,
+    padded=tuple(_attention_cases.PADDED),
     changes=changes,
     examples=examples,
     twin=twin,

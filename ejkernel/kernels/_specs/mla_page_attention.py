@@ -196,6 +196,7 @@ SPEC = _spec.OpSpec(
     outputs=page_attention.outputs,
     output_axes={"out": ("n", "h", "l"), "lse": ("n", "h")},
     cases=cases,
+    padded=page_attention.PADDED,
     changes=changes,
     examples=examples,
     twin=twin,

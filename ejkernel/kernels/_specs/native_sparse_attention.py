@@ -339,6 +339,7 @@ SPEC = _spec.OpSpec(
     # (16 to a word, a whole number in float32), and of the window its output and lse
     residuals=("slc_out", "slc_lse", "selected", "swa_out", "swa_lse"),
     cases=cases,
+    padded=("packed",),
     changes=changes,
     config=NativeSparseAttentionConfig,
     publish=publish,

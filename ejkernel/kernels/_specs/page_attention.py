@@ -214,6 +214,9 @@ _NAMED = {
 }
 
 
+PADDED = ("padded",)  # unused pages, and slots beyond a length
+
+
 def cache_values(
     row: dict[str, Any], dtype: Any, key: jax.Array, heads: int, *shapes: tuple[int, ...]
 ) -> tuple[list[jax.Array], dict[str, Any]]:
@@ -272,14 +275,11 @@ def case_table(values: Any) -> tuple[_spec.Case, ...]:
     cover = _cases.pairwise(_OPTIONS, seed=3)
     cover.sort(key=lambda row: sum(row[name] == _PLAIN[name] for name in row))
     rows += [(f"cover{i:02d}", row) for i, row in enumerate(cover)]
+    tags = [{"core", "full"} if i < 7 else {"full"} for i in range(len(rows))]
+    rows.append((*PADDED, _PLAIN | {"return_lse": True}))
     return tuple(
-        _spec.Case(
-            name,
-            functools.partial(values, row),
-            frozenset({"core", "full"} if i < 7 else {"full"}),
-            grads=(),
-        )
-        for i, (name, row) in enumerate(rows)
+        _spec.Case(name, functools.partial(values, row), frozenset(own), grads=())
+        for (name, row), own in zip(rows, [*tags, {"padding"}], strict=True)
     )
 
 
@@ -322,6 +322,7 @@ SPEC = _spec.OpSpec(
     outputs=outputs,
     output_axes={"out": ("b", "h", "e"), "lse": ("b", "h")},
     cases=cases,
+    padded=PADDED,
     changes=changes,
     examples=examples,
     twin=twin,

@@ -161,6 +161,7 @@ SPEC = _spec.OpSpec(
     outputs=page_attention.outputs,
     output_axes={"out": ("b", "h", "e"), "lse": ("b", "h")},
     cases=cases,
+    padded=page_attention.PADDED,
     changes=changes,
     examples=examples,
     twin=twin,

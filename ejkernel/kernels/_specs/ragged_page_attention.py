@@ -233,6 +233,7 @@ SPEC = PagedSpec(
     outputs=page_attention.outputs,
     output_axes={"out": ("n", "h", "d"), "lse": ("n", "h")},
     cases=cases,
+    padded=page_attention.PADDED,
     changes=changes,
     examples=examples,
     twin=twin,

@@ -210,6 +210,7 @@ SPEC = ragged_page_attention.PagedSpec(
         "lse": ("n", "h"),
     },
     cases=cases,
+    padded=page_attention.PADDED,
     changes=changes,
     examples=examples,
     twin=ragged_page_attention.twin,

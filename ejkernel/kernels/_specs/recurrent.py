@@ -291,6 +291,7 @@ SPEC = RecurrentSpec(
     output_axes={},
     residuals=("states", "gates", "cells"),
     cases=_recurrent_cases.cases,
+    padded=("cover00",),
     changes=_recurrent_cases.changes,
     examples=_recurrent_cases.examples,
     config=RecurrentConfig,

@@ -182,6 +182,8 @@ def _cases() -> tuple[_spec.Case, ...]:
     made = []
     for index, case in enumerate(_attention_cases.cases()):
         tags = frozenset({"core", "full"} if index < 6 else {"full"})
+        if "padding" in case.tags:
+            tags = case.tags
         values = lambda dtype, key, case=case: _values(case, dtype, key)
         made.append(dataclasses.replace(case, values=values, tags=tags))
     return tuple(made)
@@ -209,6 +211,7 @@ SPEC = RingAttentionSpec(
     output_axes=flash_attention.SPEC.output_axes,
     residuals=flash_attention.SPEC.residuals,
     cases=_cases,
+    padded=("padded_segments",),
     changes=_changes,
     examples=lambda args: flash_attention.examples(as_flash(args)),
     twin=lambda args, block: _twin(args, block),

@@ -59,6 +59,7 @@ SPEC = ragged_page_attention.PagedSpec(
     outputs=lambda args: ("kv_pages",),
     output_axes={"kv_pages": ("p", "w", "g2", "d")},
     cases=cases,
+    padded=("plain", "outside"),
     examples=functools.partial(update_paged_cache.examples, "kv_pages", 1),
     config=UpdateKVPagesConfig,
     debug=functools.partial(update_paged_cache.check_slots, _OP, "kv_pages", 1),

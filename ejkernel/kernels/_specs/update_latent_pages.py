@@ -63,6 +63,7 @@ SPEC = _spec.OpSpec(
     outputs=lambda args: ("kv_pages",),
     output_axes={"kv_pages": ("p", "w", "lr")},
     cases=cases,
+    padded=("plain", "outside"),
     examples=functools.partial(update_paged_cache.examples, "kv_pages", 1),
     config=UpdateLatentPagesConfig,
     debug=functools.partial(update_paged_cache.check_slots, _OP, "kv_pages", 1),

@@ -150,6 +150,7 @@ SPEC = _spec.OpSpec(
     outputs=lambda args: ("key_cache", "value_cache"),
     output_axes={"key_cache": ("p", "g", "w", "d"), "value_cache": ("p", "g", "w", "e")},
     cases=cases,
+    padded=("plain", "outside"),
     examples=functools.partial(examples, "key_cache", 2),
     config=UpdatePagedCacheConfig,
     debug=functools.partial(check_slots, "update_paged_cache", "key_cache", 2),
