@@ -33,7 +33,8 @@ def mean_pooling(args) -> tuple[jax.Array]:
             rows += [jnp.zeros(rest, wide)] * (count - len(rows))
         out = jnp.stack(rows) if rows else jnp.zeros((0, *rest), wide)
     elif args.chunk_size is None:
-        out = jnp.stack([mean(b, 0, t) for b in range(batch)])
+        means = [mean(b, 0, t) for b in range(batch)]
+        out = jnp.stack(means) if means else jnp.zeros((0, *rest), wide)
     else:
         out = jnp.stack([jnp.stack(chunks(b, 0, t)) for b in range(batch)])
     return (out.astype(x.dtype),)

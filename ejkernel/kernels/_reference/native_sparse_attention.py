@@ -30,7 +30,7 @@ def _sum(args, gates):
     cuts = (0, t) if args.cu_seqlens is None else np.asarray(args.cu_seqlens).tolist()
     for here in itertools.starmap(slice, itertools.pairwise(cuts)):
         for branch, gate in gates.items():
-            if here.stop > here.start:
+            if here.stop > here.start and out.size:
                 part = branch(args, here, args.query[:, here], k[:, here], v[:, here])
                 gate_here = 1 if gate is None else gate[:, here].astype(wide)[..., None]
                 out = out.at[:, here].add(gate_here * part)
