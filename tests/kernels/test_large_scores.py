@@ -4,12 +4,17 @@ Each is called so that it computes plain or causal attention of the same queries
 Products of small whole numbers are exact, so the oracle, in NumPy and float64, has the same scores.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import modules
+from ejkernel import _settings, modules
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels import kernel_registry
+from tests.kernels import harness
 
 T, HEADS, D = 24, 2, 24  # d ** -0.5 is no power of two: a product with it is rounded
 PAGE = 8
@@ -25,6 +30,8 @@ TABLE = np.arange(T // PAGE, dtype=np.int32)[None]
 @pytest.fixture(autouse=True)
 def _compiled_as_users_compile(quick_compilation):
     jax.config.update("jax_disable_most_optimizations", False)
+    with _settings.override(interpret=True):
+        yield
 
 
 def batched(q, k, v):
@@ -46,8 +53,9 @@ def plain(q, k, v, **options):
     return out[0], weights[0]
 
 
-def sdpa(q, k, v):
-    return (modules.scaled_dot_product_attention(*batched(q, k, v))[0],)
+def sdpa(q, k, v, platform):
+    arrays = batched(q, k, v)
+    return (modules.scaled_dot_product_attention(*arrays, implementation=platform)[0],)
 
 
 def ring(q, k, v, **options):
@@ -84,13 +92,13 @@ def latent(q, k, v, **options):
     return out[0], lse[0].T
 
 
-def selected(q, k, v):
+def selected(q, k, v, **options):
     indices = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (1, T, 1, 3))
     args = batched(q, k, v)
-    return (modules.apply_native_sparse_attention(*args, indices, block_size=PAGE)[0],)
+    return (modules.apply_native_sparse_attention(*args, indices, block_size=PAGE, **options)[0],)
 
 
-def native(q, k, v):
+def native(q, k, v, **options):
     gate = jnp.ones((1, T, HEADS), q.dtype)
     # the branches of selection and window both see everything
     out = modules.native_sparse_attention(
@@ -100,6 +108,7 @@ def native(q, k, v):
         block_counts=3,
         block_size=PAGE,
         window_size=T,
+        **options,
     )
     return (-out[0],)
 
@@ -176,9 +185,49 @@ def softmax(x, seen):
     return weights / total, (top + np.log(total))[..., 0]
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_scores_of_a_million_millions(name):
+ALIASES = {
+    "scaled_dot_product_attention": "flash_attention",
+    "ring_attention_of_two_devices": "ring_attention",
+}
+
+
+def by_entry(names):
+    """(name, entry) for every kernel; "name-entry" is what the results of tests are sorted by."""
+    return [
+        pytest.param(name, entry.name, marks=harness.marks(entry))
+        for name in names
+        for entry in kernel_registry.list(ALIASES.get(name, name))
+        if not entry.priority
+    ]
+
+
+def on(run, entry_name, refused):
+    """The function on the platform of an entry; `refused` is told of a call that it refuses."""
+    platform = entry_name.partition("/")[0]
+
+    def call(*arrays, **options):
+        try:
+            return run(*arrays, platform=platform, **options)
+        except UnsupportedError:
+            refused("refused", True)
+            raise
+
+    return call
+
+
+def test_every_op_with_scores_is_here():
+    scaled = {
+        op
+        for op in kernel_registry.ops()
+        if "softmax_scale" in {f.name for f in dataclasses.fields(kernel_registry.spec(op).args)}
+    }
+    assert scaled - {"gla", "lightning_attention", "linear_recurrence"} == OPS.keys() - ALIASES
+
+
+@pytest.mark.parametrize(("name", "entry"), by_entry(OPS))
+def test_scores_of_a_million_millions(name, entry, record_property):
     run, seen, differentiable, _ = OPS[name]
+    run = on(run, entry, record_property)
     k = K * 2.0**33
     arrays = [jnp.asarray(x, jnp.float32) for x in (Q, k, V)]
     x = np.einsum("thd,sd->hts", Q, k).astype(np.float32) * np.float32(D**-0.5)
@@ -204,9 +253,12 @@ def test_scores_of_a_million_millions(name):
         assert (np.abs(found[1] - lse.T) <= 2 * ulp).all()
 
 
-@pytest.mark.parametrize("name", [name for name, (*_, offsets) in OPS.items() if offsets])
-def test_slopes_are_added_to_capped_scores(name):
+@pytest.mark.parametrize(
+    ("name", "entry"), by_entry([name for name, (*_, offsets) in OPS.items() if offsets])
+)
+def test_slopes_are_added_to_capped_scores(name, entry, record_property):
     run, seen, _, _ = OPS[name]
+    run = on(run, entry, record_property)
     q = Q / 16
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, K / 16, V)]
     slopes = np.asarray([0.5, -0.25], np.float32)
