@@ -9,11 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels._pallas.tpu._blocks import pairs, philox, ranges, softmax, tiles
+from ejkernel.callib import _pallas
+from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, philox, ranges, softmax, tiles
 from ejkernel.kernels._reference import philox as reference_philox
 from ejkernel.kernels._xla._blocks import philox as xla_philox
 from ejkernel.kernels._xla._blocks import ranges as xla_ranges
 from ejkernel.kernels._xla._blocks import softmax as xla_softmax
+from tests.blocks import pages
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
 LIMIT = 2**31
@@ -351,3 +353,29 @@ def test_partial_sums(width):
     made = tiles.partial_sums(x)
     assert made.shape[1] <= tiles.LANES
     np.testing.assert_allclose(made.sum(1), x.sum(1), rtol=1e-5, atol=1e-5)
+
+
+# Pages that a kernel fetches itself
+
+
+def test_pages_are_fetched_while_others_are_summed():
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((7, 8, 128)).astype(np.float32)
+    # no page, one, and more than there are buffers; ids behind the count are never fetched
+    table = np.asarray([[0, 99, 99, 99], [1, 6, 99, 99], [3, 2, 0, 2]], np.int32)
+    with _pallas.detect_races():
+        found = pages.sum_of_pages(jnp.asarray(table), jnp.asarray(values))
+        assert not _pallas.races_found()
+    expected = [values[row[1 : 1 + row[0]]].sum(axis=0) for row in table]
+    np.testing.assert_allclose(found, np.stack(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_a_buffer_that_is_read_too_early_is_a_race(monkeypatch):
+    stream = grid.stream
+    other = lambda visit: lambda j, slot: visit(j, 1 - slot)
+    wrong = lambda count, copies, visit: stream(count, copies, other(visit))
+    monkeypatch.setattr(grid, "stream", wrong)
+    table, values = jnp.asarray([[3, 1, 2, 0]], jnp.int32), jnp.ones((3, 8, 128))
+    with _pallas.detect_races():
+        pages.sum_of_pages(table, values)
+        assert _pallas.races_found()

@@ -103,3 +103,14 @@ ALL = {platform: (*QUICK[platform], *REST[platform]) for platform in QUICK}
 @pytest.mark.parametrize(("op", "entry", "direction", "call", "target"), rows(ALL))
 def test_every_candidate_compiles(op, entry, direction, call, target, record_property):
     check(op, entry, direction, call, target, record_property, every=True)
+
+
+def test_a_tpu_kernel_that_fetches_pages_compiles():
+    pytest.importorskip("libtpu")
+    from tests.blocks import pages
+
+    compiler = compiler_for("tpu:v5e")
+    compiler.expect([])
+    table, values = ((3, 4), jnp.int32), ((7, 8, 128), jnp.float32)
+    shapes = tuple(jax.ShapeDtypeStruct(*x) for x in (table, values))
+    assert compiler.compile(pages.sum_of_pages, shapes, {})["argument_bytes"] >= 7 * 8 * 128 * 4

@@ -7,7 +7,6 @@ that blocks without a visible pair cost nothing. Arrays are [b, h, t, d], padded
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +16,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.callib import _pallas, cdiv
-from ejkernel.kernels._pallas.tpu._blocks import pairs, ranges, softmax, tiles
+from ejkernel.callib import cdiv
+from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, ranges, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import config
 
 _OPTIONAL = (
@@ -26,7 +25,6 @@ _OPTIONAL = (
 )  # fmt: skip
 # The work on a tile, with a `yield` after each of its stages.
 Step = Callable[[pairs.Tile], Iterator[None]]
-_ENDED = object()
 # Rows of the parts of a block on an edge of the mask: the fewer, the less is computed in vain.
 _EDGE = 256
 
@@ -72,9 +70,7 @@ class Call:
             self.visits = self.fetches
         self.hides = bool(keys.ids) or reach != (None, None) or args.attention_mask is not None
         self.rules = self._rules(len(keys.ids))
-        self.names: list[str] = []
-        self.arrays: list[Any] = []
-        self.specs: list[Any] = []
+        self.operands = grid.Operands(_OPTIONAL)
         self._add_extras()
 
     def _plan(self, described: Any) -> None:
@@ -174,18 +170,18 @@ class Call:
         run = tuple(jnp.clip(x, 0, self.per_fetch) for x in bounds[:4])
         return Place(b, h, held, first, run, tuple(bounds[4:]))
 
+    @property
+    def _sequential(self) -> int:
+        """Axes of the grid that a held block stays for."""
+        return len(self.grid) - 3
+
     def is_first(self) -> Any:
         """Whether a held block has just come."""
-        return self._at(lambda size: 0)
+        return grid.is_first(self.grid, self._sequential)
 
     def is_last(self) -> Any:
         """Whether a held block is about to go."""
-        return self._at(lambda size: size - 1)
-
-    def _at(self, index: Callable[[int], int]) -> Any:
-        sizes = dict(enumerate(self.grid[3:], start=3))
-        at = [pl.program_id(i) == index(size) for i, size in sizes.items() if size > 1]
-        return functools.reduce(jnp.logical_and, at) if at else True
+        return grid.is_last(self.grid, self._sequential)
 
     def spec(self, shape: tuple[Any, ...], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
         """A block spec from `index(batch, head, group, held, fetch)`."""
@@ -216,9 +212,7 @@ class Call:
     # Arrays
 
     def add(self, name: str, array: jax.Array, spec: Any) -> None:
-        self.names.append(name)
-        self.arrays.append(array)
-        self.specs.append(spec)
+        self.operands.add(name, array, spec)
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -228,10 +222,10 @@ class Call:
 
     def queries(self, x: jax.Array) -> jax.Array:
         """[b, t, h, d] as [b, h, padded t, d]."""
-        return _pad(x.transpose(0, 2, 1, 3), 2, self.padded[0])
+        return grid.pad_to(x.transpose(0, 2, 1, 3), 2, self.padded[0])
 
     def keys(self, x: jax.Array) -> jax.Array:
-        return _pad(x.transpose(0, 2, 1, 3), 2, self.padded[1])
+        return grid.pad_to(x.transpose(0, 2, 1, 3), 2, self.padded[1])
 
     def marked(self, x: jax.Array, others: jax.Array) -> jax.Array:
         """`x` with nan in the tokens whose row of `others` was not finite; see `clean`."""
@@ -257,17 +251,16 @@ class Call:
         if self.num_rows:
             self._add_rows("held_rows", self.held, self.num_held * self.held_size, False)
             self._add_rows("streamed_rows", self.streamed, self.fetches * self.fetched, True)
-        scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
         if args.alibi_slopes is not None:
-            self.add("slopes", args.alibi_slopes.astype(jnp.float32), scalars)
+            self.operands.add_scalars("slopes", args.alibi_slopes.astype(jnp.float32))
         if args.softmax_aux is not None and not self.holds_keys:
             sinks = jax.nn.logsumexp(args.softmax_aux.astype(jnp.float32), axis=-1)
-            self.add("sinks", jnp.broadcast_to(sinks, (self.num_heads,)), scalars)
+            self.operands.add_scalars("sinks", jnp.broadcast_to(sinks, (self.num_heads,)))
         if args.dropout_prob:
             offset = args.dropout_offset
             offset = jnp.zeros(2, jnp.uint32) if offset is None else offset.astype(jnp.uint32)
             words = jnp.concatenate([args.dropout_seed.astype(jnp.uint32), offset])
-            self.add("seed", jax.lax.bitcast_convert_type(words, jnp.int32), scalars)
+            self.operands.add_scalars("seed", jax.lax.bitcast_convert_type(words, jnp.int32))
 
     @property
     def num_rows(self) -> int:
@@ -289,8 +282,8 @@ class Call:
     def _add_pairs(self, name: str, x: jax.Array) -> None:
         """An array over pairs, each axis full or one."""
         wide_b, wide_h, wide_q, wide_k = (n > 1 for n in x.shape)
-        x = _pad(x, 2, self.padded[0]) if wide_q else x
-        x = _pad(x, 3, self.padded[1]) if wide_k else x
+        x = grid.pad_to(x, 2, self.padded[0]) if wide_q else x
+        x = grid.pad_to(x, 3, self.padded[1]) if wide_k else x
         size_q, size_k = self.held_size, self.fetched
         if self.holds_keys:
             size_q, size_k = self.fetched, self.held_size
@@ -315,28 +308,16 @@ class Call:
         scratch = dict(scratch)
         if self.num_rows:
             scratch["columns"] = pltpu.VMEM((self.num_rows, self.held_size, tiles.LANES), jnp.int32)
-        names = [*self.names, *out, *scratch]
-
-        def kernel(table: Any, *refs: Any) -> None:
-            found = dict.fromkeys(_OPTIONAL) | dict(zip(names, refs, strict=True))
-            body(self, types.SimpleNamespace(table=table, **found))
-
-        spec = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=self.grid,
-            in_specs=self.specs,
-            out_specs=[spec for _, spec in out.values()],
-            scratch_shapes=list(scratch.values()),
+        return self.operands.run(
+            name,
+            functools.partial(body, self),
+            jnp.asarray(self.table),
+            out,
+            scratch,
+            self.grid,
+            self._sequential,
+            config.vmem_limit(self.args, self.cfg),
         )
-        call = _pallas.tpu_call(
-            kernel,
-            grid_spec=spec,
-            out_shape=[shape for shape, _ in out.values()],
-            name=name,
-            sequential=len(self.grid) - 3,
-            vmem_limit=config.vmem_limit(self.args, self.cfg),
-        )
-        return call(jnp.asarray(self.table).reshape(-1), *self.arrays)
 
     def fill_columns(self, refs: Any) -> None:
         """Ids and positions of the held side, once a held block."""
@@ -384,7 +365,7 @@ class Call:
                 shape = (rows, stop - start)
                 part = band.moved(row, start, shape)
                 made.append(step(self._tile(at, j, (row, start), shape, True, part)))
-        _overlap(made)
+        grid.overlap(made)
 
     def _tile(
         self,
@@ -405,18 +386,3 @@ class Call:
             masked=masked,
             band=band,
         )
-
-
-def _overlap(made: list[Iterator[None]]) -> None:
-    """Runs iterators to their ends, each one stage behind the one before it."""
-    running: list[Iterator[None]] = []
-    while made or running:
-        running = made[:1] + running
-        made = made[1:]
-        running = [x for x in running if next(x, _ENDED) is None]
-
-
-def _pad(x: jax.Array, axis: int, length: int) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
