@@ -8,13 +8,11 @@ import jax.numpy as jnp
 
 from ejkernel._device import Target
 from ejkernel.callib import cdiv
+from ejkernel.kernels._pallas.tpu._blocks import capacity
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 _LANES = 128
 _MIB = 1 << 20
-# VMEM in bytes that a kernel may use, by a part of the device's name; the rest is the compiler's
-_VMEM = {"v4": 16 * _MIB, "v5 lite": 96 * _MIB, "v5e": 96 * _MIB, "v6": 96 * _MIB}
-_VMEM_LEAST = 48 * _MIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,11 +63,6 @@ def vmem_limit(args: Any, cfg: Config) -> int:
     return max(16 * _MIB, 2 * needed)
 
 
-def _capacity(target: Target) -> int:
-    model = target.model.lower()
-    return next((size for name, size in _VMEM.items() if name in model), _VMEM_LEAST)
-
-
 # (block_q, block_k, parts, stream), best first by the cycles of the compiled schedule, for 8 heads
 # of 4096 tokens and d = 128 in bfloat16, with and without a mask (benchmarks/tpu_static.py). Parts
 # overlap on v5e; v6e schedules one large product better than several.
@@ -98,11 +91,11 @@ def _guesses(args: Any, direction: str, target: Target) -> Sequence[tuple[int, .
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the lengths; at least the smallest one."""
-    capacity = _capacity(target)
+    limit = capacity.vmem(target)
     names = ("block_q", "block_k", "parts", "stream")
     guesses = (*_guesses(args, direction, target), *_SMALL)
     made = [_short(args, Config(**dict(zip(names, g, strict=True)))) for g in guesses]
-    fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= capacity]
+    fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= limit]
     return tuple(dict.fromkeys(fitting or made[-1:]))
 
 

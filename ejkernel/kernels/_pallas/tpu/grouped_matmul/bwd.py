@@ -1,0 +1,33 @@
+"""Grouped matmul backward on a TPU: a grouped product for lhs, sums over rows for rhs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._pallas.tpu.grouped_matmul import config, fwd, products
+
+
+def backward(
+    args: Any,
+    cfg: config.Config,
+    outputs: tuple[jax.Array, ...],
+    residuals: tuple[()],
+    cotangents: tuple[jax.Array, ...],
+    wanted: frozenset[str],
+) -> dict[str, jax.Array]:
+    """Gradients of the wanted arguments."""
+    lhs, rhs, dout = fwd.flat(args.lhs, 2), fwd.flat(args.rhs, 3), fwd.flat(cotangents[0], 2)
+    rows, grads = fwd.rows_of(args), {}
+    if "lhs" in wanted:
+        dlhs = products.multiply(
+            dout, rhs, rows, cfg, transpose_rhs=not args.transpose_rhs, dtype=lhs.dtype
+        )
+        grads["lhs"] = dlhs.reshape(args.lhs.shape)
+    if "rhs" in wanted:
+        left, right = (dout, lhs) if args.transpose_rhs else (lhs, dout)
+        grads["rhs"] = products.outer(left, right, rows, cfg, rhs.dtype).reshape(args.rhs.shape)
+    if "existing_out" in wanted:
+        owned = rows.owned(lhs.shape[0])[:, None]
+        grads["existing_out"] = jnp.where(owned, jnp.zeros((), dout.dtype), dout)
+    return grads
