@@ -34,7 +34,7 @@ def table(op: str) -> str:
 
 
 def render(page: str, made: str, name: str = "options", heading: str = _HEADING) -> str:
-    """A page with `made` between the markers of `name`; without them it gets a section at its end."""
+    """A page with `made` between the markers of `name`, which are added at its end if missing."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     if begin not in page:
         page = f"{page.rstrip()}\n\n{heading}\n\n{begin}\n{end}\n"
