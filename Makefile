@@ -69,6 +69,13 @@ matrix: $(VENV)/.test
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Wheel and source archive in dist/, checked in fresh environments.
+dist: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m tools.check_dist
+
 lint: $(VENV)/.lint $(VENV)/.test
 	$(BIN)/ruff check ejkernel tests benchmarks examples tools
 	$(BIN)/ruff format --check ejkernel tests benchmarks examples tools
