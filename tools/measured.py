@@ -45,7 +45,7 @@ SOURCES = (
         "Attention",
         "flash_attention",
         "cpu_attention",
-        '`jax.nn.dot_product_attention(implementation="xla")`',
+        "`jax.nn.dot_product_attention` (XLA)",
     ),
     Source("Attention", "ring_attention", "cpu_ring", "`flash_attention` on one device"),
     Source("Attention", "mla_attention", "cpu_mla", LATENT, "^(?!.*pages)"),
@@ -167,8 +167,12 @@ def summary() -> str:
     """The tables of docs/measured.md: one line for each comparison, by topic."""
     lines: list[str] = []
     for topic, rows in by_topic().items():
-        lines += [f"### {topic}", "", "| operation | beside | result | device, date | numbers |"]
-        lines += ["|---|---|---|---|---|", *rows, ""]
+        lines += [
+            f"### {topic}",
+            "",
+            "| operation | beside | times as fast | calls | measured on |",
+        ]
+        lines += ["|---|---|---|---:|---|", *rows, ""]
     return "\n".join(lines).rstrip()
 
 
@@ -177,8 +181,7 @@ def by_topic() -> dict[str, list[str]]:
     found["Attention"] += [*gpu_lines(), tpu_line()]
     for source in SOURCES:
         ratios = [row["ratio"] for row in chosen(source)]
-        said = f"{span(ratios)} times as fast, {calls(ratios)}"
-        found[source.topic].append(line(source.op, source.peer, said, source.file))
+        found[source.topic].append(line(source.op, source.peer, ratios, source.file))
     return found
 
 
@@ -187,27 +190,23 @@ def gpu_lines() -> Iterator[str]:
     for name in ("jax.nn cuDNN", "torch FA2", "torch cuDNN"):
         for mode, words in MODES.items():
             ratios = [r[name] / r["auto"] for r in rows if r["mode"] == mode and name in r]
-            said = f"{words}: {span(ratios)} times as fast, {calls(ratios)}"
-            yield line("flash_attention", GPU_COLUMNS[name], said, "gpu_attention")
+            yield line("flash_attention", f"{GPU_COLUMNS[name]}, {words}", ratios, "gpu_attention")
 
 
 def tpu_line() -> str:
     rows = read("tpu_static")["rows"]
-    ratios = [row["ratio"] for row in rows if row["label"].endswith(("/ splash", "/ flash"))]
-    said = f"{span(ratios)} times the static cycles, {calls(ratios)}; compiled, not run"
-    return line("flash_attention", "JAX's splash and flash attention", said, "tpu_static")
+    ratios = [1 / row["ratio"] for row in rows if row["label"].endswith(("/ splash", "/ flash"))]
+    beside = "JAX's splash and flash attention for TPUs, by the cycles of compiled programs"
+    return line("flash_attention", beside, ratios, "tpu_static", "compiled, not run")
 
 
-def line(op: str, beside: str, said: str, name: str) -> str:
+def line(op: str, beside: str, ratios: list[float], name: str, place: str = "") -> str:
     result = read(name)
-    link = f"[table](ops/{op}.md#measured), [JSON](../benchmarks/results/{name}.json)"
-    return f"| `{op}` | {beside} | {said} | {device(result)}, {result['date']} | {link} |"
+    link = f"[{place or device(result)}, {result['date']}](../benchmarks/results/{name}.json)"
+    first = f"[`{op}`](ops/{op}.md#measured)"
+    return f"| {first} | {beside} | {span(ratios)} | {len(ratios)} | {link} |"
 
 
 def span(ratios: list[float]) -> str:
     low, high = number(min(ratios)), number(max(ratios))
     return low if low == high else f"{low} \u2013 {high}"
-
-
-def calls(ratios: list[float]) -> str:
-    return f"{len(ratios)} call{'s' if len(ratios) > 1 else ''}"
