@@ -49,6 +49,11 @@ def test_each_example_says_what_it_needs():
         assert packages <= set(" ".join(needs).split()), name
 
 
+def test_the_page_lists_every_example():
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    assert not [path.name for path in EXAMPLES.glob("*.py") if f"[`{path.name}`]" not in page]
+
+
 @pytest.mark.parametrize("name", ["gpt_nnx", "gpt_equinox"])
 def test_a_small_gpt_trains_and_draws_its_loss(example, name, tmp_path, capsys):
     curve = tmp_path / "loss.png"

@@ -39,8 +39,6 @@ def on_page_markdown(markdown, *, page, config, files):
 
     def rewrite(match):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(place), match[2]))
-        if target == "examples":
-            target = "docs/quickstart.md"  # the site has no page that lists a folder
         on_site = target.removeprefix("docs/")
         relative = posixpath.relpath(on_site, posixpath.dirname(source) or ".")
         return f"{match[1]}{relative}{match[3]}"
