@@ -1,4 +1,4 @@
-"""The examples that join the library to Flax, Equinox and checkpoints, at toy size."""
+"""The demo, and the examples that use Flax, Equinox and checkpoints, at toy size."""
 
 import ast
 import dataclasses
@@ -52,6 +52,18 @@ def test_each_example_says_what_it_needs():
 def test_the_page_lists_every_example():
     page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
     assert not [path.name for path in EXAMPLES.glob("*.py") if f"[`{path.name}`]" not in page]
+
+
+def test_the_demo_shows_what_ran_and_is_exact(example, monkeypatch, capsys):
+    demo = example("demo")
+    sizes = {"LENGTHS": {"cpu": 96}, "SHORT": 48, "HEADS": 2, "HEAD_DIM": 16}
+    for name, value in sizes.items():
+        monkeypatch.setattr(demo, name, value)
+    assert demo.main() == 0
+    shown = capsys.readouterr().out
+    assert "Errors are at most twice those of jax.nn." in shown
+    assert "1 x 96 tokens, 2 heads of 16" in shown
+    assert re.search(r"forward +xla/any +heuristics", shown)
 
 
 @pytest.mark.parametrize("name", ["gpt_nnx", "gpt_equinox"])
