@@ -5,7 +5,7 @@ VENV := .venv/$(PYVER)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-all test-op test-kernels test-gpu smoke bench bench-tpu bench-gpu lint matrix clean
+.PHONY: setup demo test test-all test-op test-kernels test-gpu smoke bench bench-tpu bench-gpu lint matrix docs dist clean
 
 setup: $(VENV)/.core
 
@@ -21,6 +21,10 @@ $(VENV)/.test: $(VENV)/.core
 
 $(VENV)/.lint: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet --editable '.[lint]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 # JAX in this environment is for the CPU; unless told so, it would also try libtpu once `test` has installed it.
@@ -71,12 +75,24 @@ bench-gpu:
 
 matrix: $(VENV)/.test
 	$(BIN)/python -m ejkernel.kernels._support --write
+	JAX_PLATFORMS=cpu $(BIN)/python -m tools --write
+
+# The site, in site/; a warning is an error, and nothing is fetched.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Wheel and source archive in dist/, checked in fresh environments.
+dist: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m tools.check_dist
 
 lint: $(VENV)/.lint $(VENV)/.test
-	$(BIN)/ruff check ejkernel tests benchmarks examples
-	$(BIN)/ruff format --check ejkernel tests benchmarks examples
+	$(BIN)/ruff check ejkernel tests benchmarks examples tools
+	$(BIN)/ruff format --check ejkernel tests benchmarks examples tools
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf .venv .cache .pytest_cache
+	rm -rf .venv .cache .pytest_cache site dist

@@ -2,11 +2,11 @@
 
 
 class UnsupportedError(NotImplementedError):
-    """The call is valid, but the implementation asked for cannot serve it here."""
+    """The call is valid, but the requested implementation cannot serve it on this device."""
 
 
 class UnsupportedGroupError(ExceptionGroup, UnsupportedError):
-    """Nobody can serve the call: one `UnsupportedError` for each implementation that was asked."""
+    """No implementation can serve the call; holds one `UnsupportedError` for each of them."""
 
     def derive(self, excs):
         return UnsupportedGroupError(self.message, excs)
@@ -17,11 +17,11 @@ class SettingsError(ValueError):
 
 
 class SelectionError(RuntimeError):
-    """No tier of the configuration chain gave a configuration for a call."""
+    """No source of configurations had one for a call; the message lists what each answered."""
 
 
 class EjkernelWarning(UserWarning):
-    """Something worth knowing that does not stop the call."""
+    """The call continues, but its caller should know about this."""
 
 
 class CompilationError(RuntimeError):

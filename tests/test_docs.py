@@ -11,7 +11,8 @@ from ejkernel.kernels import kernel_registry
 
 ROOT = pathlib.Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
+FILES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def blocks(path):

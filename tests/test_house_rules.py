@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import ejkernel.modules
-from ejkernel.kernels import _spec, _support_docs, kernel_registry
+from ejkernel.kernels import _spec, _support, _support_docs, kernel_registry
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "ejkernel").rglob("*.py"))
@@ -329,11 +329,26 @@ def test_generated_files_are_up_to_date():
     pages = {p.name for p in (ROOT / "docs" / "ops").glob("*.md") if p.stem in ops}
     names = {pathlib.Path(path).name for path in files}
     assert "flash_attention.md" in pages
-    assert names == {"README.md", "support_matrix.json", *pages}
+    assert names == {"README.md", "checks.md", "support_matrix.json", *pages}
     for path, text in files.items():
         current = pathlib.Path(path).read_text()
         difference = difflib.unified_diff(current.splitlines(), text.splitlines(), lineterm="")
         assert current == text, "run `make matrix`:\n" + "\n".join(difference)
+
+
+def test_the_support_table_has_a_mark_for_each_kind_of_kernel():
+    def cells(table, op):
+        (row,) = (line for line in table.splitlines() if line.startswith(f"| `{op}` |"))
+        return dict(zip(_support._COLUMNS, row.split(" | ")[1:], strict=True))
+
+    marks = {op: cells(_support.table(), op) for op in ("flash_attention", "page_attention")}
+    assert marks["flash_attention"]["Triton"] == "✓"
+    assert marks["page_attention"]["XLA"].startswith("→")
+    assert marks["page_attention"]["cuDNN"] == "·"
+    words = cells(_support.checks(), "flash_attention")
+    assert words["TPU"] == "own backward, interpreted, compiled"
+    page = f"before\n{_support._BEGIN}\nold\n{_support._END}\nafter\n"
+    assert _support.render(page, "new") == page.replace("old", "new")
 
 
 def test_a_page_without_a_table_gets_one_and_keeps_its_text():

@@ -1,9 +1,13 @@
-"""Generated from the registry: README.md, support_matrix.json and the tables of op pages."""
+"""Generated from the registry: tables in README.md and docs/checks.md, and on the pages of ops.
+
+`support_matrix.json` holds the same for programs.
+"""
 
 import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ejkernel.kernels import _source, _support_docs
@@ -70,32 +74,40 @@ def _measured(entry: KernelEntry) -> list[str]:
 
 
 def table() -> str:
-    """The matrix as a Markdown table."""
-    found = matrix()
-    lines = ["| op | " + " | ".join(_COLUMNS) + " |", "|---" * (len(_COLUMNS) + 1) + "|"]
-    gradient = {"own": "own backward", "jax": "JAX's backward", None: "forward"}
-    for op, cells in found.items():
-        row = []
-        for name in _COLUMNS.values():
-            cell = cells.get(name)
-            said = cell and ", ".join([gradient[cell["backward"]], *cell["checked"]])
-            row.append(said or "-")
+    """README's table: a mark for each op and platform."""
+    marks = {"own": "✓", "jax": "✓", None: "→"}
+    return _table(lambda cell: marks[cell["backward"]], "·")
+
+
+def checks() -> str:
+    """The table of docs/checks.md: how the tests check each kernel."""
+    gradient = {"own": "own backward", "jax": "JAX's backward", None: "forward only"}
+    return _table(lambda cell: ", ".join([gradient[cell["backward"]], *cell["checked"]]), "-")
+
+
+def _table(describe: Callable[[dict[str, Any]], str], absent: str) -> str:
+    """A Markdown table with a row for each op and a column for each platform."""
+    lines = ["| op | " + " | ".join(_COLUMNS) + " |", "|---" + "|:---:" * len(_COLUMNS) + "|"]
+    for op, cells in matrix().items():
+        found = [cells.get(name) for name in _COLUMNS.values()]
+        row = [absent if cell is None else describe(cell) for cell in found]
         lines.append(f"| `{op}` | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def render(readme: str) -> str:
-    """README text with the current table between its markers."""
-    head, _, rest = readme.partition(_BEGIN)
+def render(page: str, made: str) -> str:
+    """The text of a page with a table between its markers."""
+    head, _, rest = page.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    return f"{head}{_BEGIN}\n{table()}\n{_END}{tail}"
+    return f"{head}{_BEGIN}\n{made}\n{_END}{tail}"
 
 
 def files() -> dict[pathlib.Path, str]:
     """The generated files and what they should hold."""
-    readme = _ROOT / "README.md"
+    readme, checked = _ROOT / "README.md", _ROOT / "docs" / "checks.md"
     return {
-        readme: render(readme.read_text()),
+        readme: render(readme.read_text(), table()),
+        checked: render(checked.read_text(), checks()),
         _ROOT / "support_matrix.json": json.dumps(matrix(), indent=2, sort_keys=True) + "\n",
         **_support_docs.pages(_ROOT / "docs" / "ops"),
     }

@@ -6,7 +6,6 @@ import pathlib
 from ejkernel.kernels import _spec
 from ejkernel.kernels._registry import KernelEntry, kernel_registry
 
-_BEGIN, _END = "<!-- options -->", "<!-- /options -->"
 _HEADING = "## Options and kernels"
 
 
@@ -34,13 +33,14 @@ def table(op: str) -> str:
     return "\n".join(lines)
 
 
-def render(page: str, made: str) -> str:
-    """A page with the table between its markers; a page without them gets a section at its end."""
-    if _BEGIN not in page:
-        page = f"{page.rstrip()}\n\n{_HEADING}\n\n{_BEGIN}\n{_END}\n"
-    head, _, rest = page.partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
-    return f"{head}{_BEGIN}\n{made}\n{_END}{tail}"
+def render(page: str, made: str, name: str = "options", heading: str = _HEADING) -> str:
+    """A page with `made` between the markers of `name`, which are added at its end if missing."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if begin not in page:
+        page = f"{page.rstrip()}\n\n{heading}\n\n{begin}\n{end}\n"
+    head, _, rest = page.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{made}\n{end}{tail}"
 
 
 def _cell(entry: KernelEntry, field: dataclasses.Field) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Grid(NamedTuple):
-    """Where each block of queries stands among the blocks of keys; bottom-right aligned."""
+    """Position of each block of queries among the blocks of keys; bottom-right aligned."""
 
     first: np.ndarray  # [nq, 1] the block of keys at its first query's position
     last: np.ndarray  # [nq, 1] and at its last query's
@@ -29,8 +29,8 @@ class BlockMask(abc.ABC):
     def build(self, t: int, s: int, block_size: int) -> np.ndarray:
         """The table [ceil(t / block_size), ceil(s / block_size)] of t queries and s keys.
 
-        The last query stands at the last key, as everywhere in this library: a block of queries is
-        at home in the one or two blocks of keys that its positions fall into.
+        The last query is at the position of the last key, as everywhere in this library. The own
+        blocks of a block of queries are the one or two blocks of keys that hold its positions.
         """
         if not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"`BlockMask`: `block_size` must be an int >= 1; got {block_size!r}.")

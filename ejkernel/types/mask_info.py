@@ -188,7 +188,7 @@ class MaskInfo:
 
         Args:
           chunk_size: Positions of one chunk.
-          q_length: T, needed where no field tells it.
+          q_length: T, needed if no field determines it.
           kv_length: S, likewise.
         """
         op = "MaskInfo.apply_chunked"
@@ -212,7 +212,7 @@ class MaskInfo:
         """The positions that `causal`, windows and chunks compare, without padding marked.
 
         Args:
-          q_length: T, needed where no field tells it.
+          q_length: T, needed if no field determines it.
           kv_length: S, likewise.
         """
         op = "MaskInfo.resolve_positions"
@@ -224,7 +224,7 @@ class MaskInfo:
         """The dense mask of all parts; True = attend. The head axis is 1 unless a mask has more.
 
         Args:
-          q_length: T, needed where no field tells it (an axis of 1 in a mask does not).
+          q_length: T, needed if no field determines it (an axis of 1 in a mask does not).
           kv_length: S, likewise.
         """
         op = "MaskInfo.materialize"
@@ -264,7 +264,7 @@ class MaskInfo:
         array exists.
 
         Args:
-          q_length: T, needed where no field tells it.
+          q_length: T, needed if no field determines it.
           kv_length: S, likewise.
           batch: The row of the batch to draw.
           head: The head to draw.
@@ -405,7 +405,7 @@ class MaskInfo:
         )
 
     def _row_lengths(self, t: int, s: int) -> tuple[Int32[Array, " #b"], Int32[Array, " #b"]]:
-        """Real lengths; a side that is not told is all real."""
+        """Real lengths; a side without lengths is all real."""
         whole_t, whole_s = jnp.full(1, t, jnp.int32), jnp.full(1, s, jnp.int32)
         return (
             whole_t if self.q_lengths is None else self.q_lengths,
@@ -474,7 +474,7 @@ def _one_length(op: str, argument: str, given: int | None, mask_axis: int, side:
     if given is not None:
         known[argument] = given
     if not known:
-        raise ValueError(f"`{op}`: no field tells this length. Pass `{argument}=`.")
+        raise ValueError(f"`{op}`: no field determines this length. Pass `{argument}=`.")
     if len(set(known.values())) > 1:
         raise ValueError(f"`{op}`: `{argument}` must be one length for all; got {known}.")
     return next(iter(known.values()))

@@ -45,7 +45,7 @@ def apply_native_sparse_attention(
       fwd_params: `q_blocksize` is the queries of a tile forward; None lets the library choose.
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      cfg: Platform and block sizes in one value, instead of `fwd_params` and `bwd_params`.
       mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output.

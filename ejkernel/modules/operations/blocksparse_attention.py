@@ -41,7 +41,7 @@ def blocksparse_attention(
     out = softmax(cap(scale * query @ key.T) + bias, where=masks) @ value, where a query of block i
     sees a key of block j only if sparsity_mask[..., i, j].
 
-    All masks are and-ed. Query i stands at position s - t + i (bottom-right). A query that sees no
+    All masks are and-ed. Query i is at position s - t + i (bottom-right). A query that sees no
     key gives 0 and lse -inf. Values that no query sees may be NaN.
 
     Args:
@@ -56,7 +56,8 @@ def blocksparse_attention(
         `bias`.
       causal: See only keys at or before the query's position.
       softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
-      sliding_window: Keys visible to the left and right; an int means both, -1 no limit.
+      sliding_window: Keys visible on each side besides the query's own; an int means both, -1 no
+        limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n]; differentiable.
       q_segment_ids: Tokens see each other where ids are equal; negative is padding.
@@ -66,7 +67,7 @@ def blocksparse_attention(
       fwd_params: Block sizes of the forward kernel; None lets the library choose.
       bwd_params: Block sizes of the backward kernel.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      cfg: Platform and block sizes in one value, instead of `fwd_params` and `bwd_params`.
       mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.

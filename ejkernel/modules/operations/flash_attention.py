@@ -44,7 +44,7 @@ def flash_attention(
 
     out = softmax(cap(scale * query @ key.T) + bias + alibi, where=masks) @ value
 
-    Masks are and-ed. Without lengths, query i stands at position s - t + i (bottom-right). A query
+    Masks are and-ed. Without lengths, query i is at position s - t + i (bottom-right). A query
     that sees no key gives 0 and lse -inf. Values that no query sees may be NaN.
 
     Args:
@@ -60,7 +60,8 @@ def flash_attention(
       dropout_seed: 64-bit int, scalar or uint32[2]; the mask is the same on every backend.
       fwd_params: Block sizes of the forward kernel; None lets the library choose.
       bwd_params: Block sizes of the backward kernel.
-      sliding_window: Keys visible to the left and right; an int means both, -1 no limit.
+      sliding_window: Keys visible on each side besides the query's own; an int means both, -1 no
+        limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       cum_seqlens_q: Row lengths of a batch as [b + 1] sums, or, with batch 1, packed sequences.
       cum_seqlens_k: The same for keys; one of the two serves both when t == s.
@@ -72,7 +73,7 @@ def flash_attention(
       return_lse: Also return the log-sum-exp of each row, float32, differentiable.
       deterministic: Refuse kernels whose results may differ from run to run.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      cfg: Platform and block sizes in one value, instead of `fwd_params` and `bwd_params`.
       mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.

@@ -41,7 +41,7 @@ def lightning_attention(
       query: Queries; their heads must be a multiple of the key heads.
       key: Keys.
       value: Values; their head size may differ.
-      layer_idx: This layer, from 0; decays weaken with depth.
+      layer_idx: Index of this layer, from 0; later layers decay less.
       num_layers: The layers of the model.
       g_gamma: Log decay of each head at every step, instead of `layer_idx` and `num_layers`;
         differentiable. `lightning_decay` makes the usual ones.
@@ -53,7 +53,7 @@ def lightning_attention(
       fwd_params: `q_blocksize` is the tokens of a chunk forward; None lets the library choose.
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      cfg: Platform and block sizes in one value, instead of `fwd_params` and `bwd_params`.
       mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and state.
@@ -87,7 +87,7 @@ def lightning_decay(
 
     Args:
       num_heads: The heads of the queries.
-      layer_idx: This layer, from 0; decays weaken with depth.
+      layer_idx: Index of this layer, from 0; later layers decay less.
       num_layers: The layers of the model; a single layer has depth 0 in both formulas.
       kind: "linear", which `lightning_attention` computes from `layer_idx`, or "exponential", as
         in MiniMax.

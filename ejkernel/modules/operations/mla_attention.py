@@ -47,7 +47,7 @@ def mla_attention(
     out = flash_attention(concat(query, b_q), key, value, …)
 
     Keys and values of all heads are never in memory at once. Masks, positions, empty rows and
-    values that nobody sees are as in `flash_attention`.
+    values that no query sees are as in `flash_attention`.
 
     Args:
       query: Queries; with `b_k` and without `b_q`, their last r elements are the rope part.
@@ -66,7 +66,8 @@ def mla_attention(
       dropout_seed: 64-bit int, scalar or uint32[2]; the mask is the same on every backend.
       fwd_params: Block sizes of the forward kernel; None lets the library choose.
       bwd_params: Block sizes of the backward kernel.
-      sliding_window: Keys visible to the left and right; an int means both, -1 no limit.
+      sliding_window: Keys visible on each side besides the query's own; an int means both, -1 no
+        limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       cum_seqlens_q: Row lengths of a batch as [b + 1] sums, or, with batch 1, packed sequences.
       cum_seqlens_k: The same for keys; one of the two serves both when t == s.
@@ -77,7 +78,7 @@ def mla_attention(
       return_lse: Also return the log-sum-exp of each row, float32, differentiable.
       deterministic: Refuse kernels whose results may differ from run to run.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      cfg: Platform and block sizes in one value, instead of `fwd_params` and `bwd_params`.
       mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.

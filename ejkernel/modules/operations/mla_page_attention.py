@@ -40,7 +40,7 @@ def mla_page_attention(
     query_start_loc[i + 1], the last of its context_lens[i] positions.
 
     Lengths, tables and `num_seqs` may be traced. Tokens of no sequence, and queries beyond their
-    sequence's context, give 0. What no query sees may be anything. There is no derivative.
+    sequence's context, give 0. Values that no query sees may be NaN. There is no derivative.
 
     Args:
       q_nope: Queries in latent space, all sequences one after another.
@@ -50,7 +50,7 @@ def mla_page_attention(
       context_lens: Keys of each sequence, this step's included.
       block_tables: Pages of each sequence in order; ids are clamped to the pages there are.
       query_start_loc: First query of each sequence, and the end of the last.
-      num_seqs: Sequences that count, the first ones.
+      num_seqs: Number of sequences to compute; those after are ignored.
       softmax_scale: Required. Models want (d + r) ** -0.5 with the head size d before the
         projection to latent vectors, which no argument shows.
       sliding_window: Keys visible to the left of a query; an int or a pair, -1 no limit.
@@ -58,7 +58,7 @@ def mla_page_attention(
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
       alibi_slopes: Per head, times (key position - query position), added to the scores.
       k_scale: One number that pages are multiplied by, as keys and as values. Default: 1.
-      num_splits: A hint to kernels that split the keys of a row; changes no more than rounding.
+      num_splits: A speed hint for kernels that split the keys of a row; affects rounding only.
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.

@@ -51,7 +51,7 @@ def native_sparse_attention(
       g_swa: Gate of the window.
       block_indices: Blocks to attend to instead of the important ones, numbered in their sequence;
         -1 is none, one listed twice counts once, the own block is not added.
-      block_counts: Blocks of a query, its own counted, at least 1; with lists, an array tells how
+      block_counts: Blocks of a query, its own counted, at least 1; with lists, an array says how
         many of their leading entries count.
       block_size: Tokens of a block.
       window_size: Keys of the window, the query's own position counted.
@@ -60,7 +60,7 @@ def native_sparse_attention(
       fwd_params: `q_blocksize` is the queries of a tile forward; None lets the library choose.
       bwd_params: The same backward.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: All configuration at once, instead of `fwd_params` and `bwd_params`.
+      cfg: Platform and block sizes in one value, instead of `fwd_params` and `bwd_params`.
       mesh: Devices to split batch and heads over, as `in_specs` and `out_specs` say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output.

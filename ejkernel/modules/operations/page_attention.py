@@ -34,10 +34,10 @@ def page_attention(
     """Attention of one query a sequence, the newest token, over a cache in pages.
 
     Key j of sequence b is key_cache[block_tables[b, j // w], :, j % w], for j < context_lens[b];
-    the query stands at position context_lens[b] - 1. A sequence of length 0 gives 0 and lse -inf.
+    the query is at position context_lens[b] - 1. A sequence of length 0 gives 0 and lse -inf.
 
-    Lengths and tables may be traced. What no query sees (unused pages, slots and table entries
-    beyond a length) may be anything. There is no derivative.
+    Lengths and tables may be traced. Unused pages and slots, and table entries beyond a length, may
+    hold any value. There is no derivative.
 
     Args:
       query: Queries; their heads must be a multiple of the key heads.
@@ -51,9 +51,9 @@ def page_attention(
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
       alibi_slopes: Per head, times (key position - query position), added to the scores.
-      k_scale: What cached keys are multiplied by: a number, or one a key head. Default: 1.
+      k_scale: Cached keys are multiplied by it: a number, or one per key head. Default: 1.
       v_scale: The same for values.
-      num_splits: A hint to kernels that split the keys of a row; changes no more than rounding.
+      num_splits: A speed hint for kernels that split the keys of a row; affects rounding only.
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.

@@ -32,9 +32,9 @@ def ragged_decode_attention(
 ) -> Array | tuple[Array, Array]:
     """Attention of one query a row over keys start <= j < end of that row.
 
-    The query stands at position end - 1. A row with an empty range gives 0 and lse -inf.
+    The query is at position end - 1. A row with an empty range gives 0 and lse -inf.
 
-    Ranges may be traced, and are clamped to the keys there are; keys outside them may be anything.
+    Ranges may be traced, and are clamped to the existing keys; keys outside them may be NaN.
     There is no derivative.
 
     Args:
@@ -48,9 +48,9 @@ def ragged_decode_attention(
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
       alibi_slopes: Per head, times (key position - query position), added to the scores.
-      k_scale: What keys are multiplied by: a number, or one a key head. Default: 1.
+      k_scale: Keys are multiplied by it: a number, or one per key head. Default: 1.
       v_scale: The same for values.
-      num_splits: A hint to kernels that split the keys of a row; changes no more than rounding.
+      num_splits: A speed hint for kernels that split the keys of a row; affects rounding only.
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.

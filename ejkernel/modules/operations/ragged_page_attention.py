@@ -37,7 +37,7 @@ def ragged_page_attention(
     context_lens[i] positions; their keys are in the pages already.
 
     Lengths, tables and `num_seqs` may be traced. Tokens of no sequence, and queries beyond their
-    sequence's context, give 0. What no query sees may be anything. There is no derivative.
+    sequence's context, give 0. Values that no query sees may be NaN. There is no derivative.
 
     Args:
       queries: Queries of all sequences, one after another.
@@ -46,15 +46,15 @@ def ragged_page_attention(
       context_lens: Keys of each sequence, this step's included.
       block_tables: Pages of each sequence in order; ids are clamped to the pages there are.
       query_start_loc: First query of each sequence, and the end of the last.
-      num_seqs: Sequences that count, the first ones.
+      num_seqs: Number of sequences to compute; those after are ignored.
       softmax_scale: A number or an array of shape (). Default: head size ** -0.5.
       sliding_window: Keys visible to the left of a query; an int or a pair, -1 no limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n].
       alibi_slopes: Per head, times (key position - query position), added to the scores.
-      k_scale: What cached keys are multiplied by: a number, or one a key head. Default: 1.
+      k_scale: Cached keys are multiplied by it: a number, or one per key head. Default: 1.
       v_scale: The same for values.
-      num_splits: A hint to kernels that split the keys of a row; changes no more than rounding.
+      num_splits: A speed hint for kernels that split the keys of a row; affects rounding only.
       return_lse: Also return the log-sum-exp of each row, float32.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.

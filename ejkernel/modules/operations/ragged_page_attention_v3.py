@@ -41,7 +41,7 @@ def ragged_page_attention_v3(
     position % w. Attention reads tokens as the pages hold them.
 
     Inside a jit that donates `kv_pages` they are changed in place. Outside a jit they are copied,
-    with a warning, unless `donate_cache` gives them away. There is no derivative.
+    with a warning, unless `donate_cache` is set. There is no derivative.
 
     Args:
       queries: Queries of all sequences, one after another.
@@ -63,9 +63,9 @@ def ragged_page_attention_v3(
       k_scale: What cached keys are multiplied by, and new ones divided by before they are rounded
         to the dtype of the pages: a number, or one a key head. Default: 1.
       v_scale: The same for values.
-      num_splits: A hint to kernels that split the keys of a row; changes no more than rounding.
+      num_splits: A speed hint for kernels that split the keys of a row; affects rounding only.
       return_lse: Also return the log-sum-exp of each row, float32.
-      donate_cache: Outside a jit, change the pages in place; the array passed is gone after.
+      donate_cache: Outside a jit, write in place; the array passed cannot be used afterwards.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
       cfg: Block sizes and platform; None lets the library choose.
       mesh: Devices to split heads over, as `in_specs` and `out_specs` say if given.

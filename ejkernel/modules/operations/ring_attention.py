@@ -41,8 +41,8 @@ def ring_attention(
 
     Inside `shard_map`, arrays are this device's; with `mesh` they are whole, and the call makes its
     own `shard_map`. With neither, one device holds all tokens. Positions are those of the whole
-    sequence, in which the last query stands at the last key. Pairs of blocks that the causal mask
-    or the window empties are not computed.
+    sequence: the last query is at the position of the last key. Pairs of blocks in which the causal
+    mask or the window hides everything are not computed.
 
     Args:
       query: Queries; their heads must be a multiple of the key heads.
@@ -60,7 +60,8 @@ def ring_attention(
       softmax_scale: A number, or a differentiable array of shape (). Default: head size ** -0.5.
       dropout_prob: Share of weights dropped; over several devices only with "ulysses".
       dropout_seed: 64-bit int, scalar or uint32[2]; the mask is that of `flash_attention`.
-      sliding_window: Keys visible to the left and right; an int means both, -1 no limit.
+      sliding_window: Keys visible on each side besides the query's own; an int means both, -1 no
+        limit.
       logits_soft_cap: Scores become cap * tanh(scores / cap).
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n]; differentiable.
       q_segment_ids: Tokens see each other where ids are equal; negative is padding.
@@ -68,7 +69,7 @@ def ring_attention(
       alibi_slopes: Per head, times (key position - query position), added to the scores.
       return_lse: Also return the log-sum-exp of each row, float32, differentiable.
       platform: "auto", "triton", "pallas", "cuda", "cudnn" or "xla"; a name never falls back.
-      cfg: Blocks of the attention inside.
+      cfg: Block sizes of the attention of each pair of blocks.
       mesh: Devices to split tokens, batch and heads over, as the specs say if given.
       in_specs: PartitionSpecs of the leading arrays in order, or by name; others are derived.
       out_specs: PartitionSpec of the output, or of output and lse.

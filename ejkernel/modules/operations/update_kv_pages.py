@@ -27,7 +27,7 @@ def update_kv_pages(
     values[i, head] at 2 * head + 1
 
     Inside a jit that donates the pages they are changed in place. Outside a jit they are copied,
-    with a warning, unless `donate_cache` gives them away. There is no derivative.
+    with a warning, unless `donate_cache` is set. There is no derivative.
 
     Args:
       kv_pages: Pages with keys at even and values at odd heads.
@@ -35,7 +35,7 @@ def update_kv_pages(
       values: New values.
       slot_mapping: Slot of each token; -1, or any slot outside the pages, skips it. Of two tokens
         with one slot either may win.
-      donate_cache: Outside a jit, change the pages in place; the array passed is gone after.
+      donate_cache: Outside a jit, write in place; the array passed cannot be used afterwards.
       platform: "auto" or "xla"; a name never falls back.
       cfg: The platform as a config.
       mesh: Devices to split heads over, with `in_specs` and `out_specs`.

@@ -26,7 +26,7 @@ def update_latent_pages(
     kv_pages[slot // w, slot % w] = concatenate(latents[i], ropes[i]), with slot = slot_mapping[i]
 
     Inside a jit that donates the pages they are changed in place. Outside a jit they are copied,
-    with a warning, unless `donate_cache` gives them away. There is no derivative.
+    with a warning, unless `donate_cache` is set. There is no derivative.
 
     Args:
       kv_pages: Pages of latent vectors followed by the rope part of the keys.
@@ -34,7 +34,7 @@ def update_latent_pages(
       ropes: The rope part of their keys.
       slot_mapping: Slot of each token; -1, or any slot outside the pages, skips it. Of two tokens
         with one slot either may win.
-      donate_cache: Outside a jit, change the pages in place; the array passed is gone after.
+      donate_cache: Outside a jit, write in place; the array passed cannot be used afterwards.
       platform: "auto" or "xla"; a name never falls back.
       cfg: The platform as a config.
       mesh: No axis of this op can be split: its one latent head is whole on every device.

@@ -28,7 +28,7 @@ def update_paged_cache(
     key_cache[slot // w, :, slot % w] = keys[i], with slot = slot_mapping[i]
 
     Inside a jit that donates both caches they are changed in place. Outside a jit they are copied,
-    with a warning, unless `donate_cache` gives them away. There is no derivative.
+    with a warning, unless `donate_cache` is set. There is no derivative.
 
     Args:
       key_cache: Pages of keys.
@@ -37,7 +37,7 @@ def update_paged_cache(
       values: New values.
       slot_mapping: Slot of each token; -1, or any slot outside the cache, skips it. Of two tokens
         with one slot either may win.
-      donate_cache: Outside a jit, change the caches in place; the arrays passed are gone after.
+      donate_cache: Outside a jit, write in place; the arrays passed cannot be used afterwards.
       platform: "auto" or "xla"; a name never falls back.
       cfg: The platform as a config.
       mesh: Devices to split heads over, as `in_specs` and `out_specs` say if given.

@@ -1,0 +1,1 @@
+"""Generators of the documentation; `python -m tools --write` writes what they make."""
