@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ejkernel import _device, _settings
-from ejkernel.kernels import _donation, _oracle, _spec
+from ejkernel.kernels import _derived, _donation, _oracle, _spec
 from ejkernel.kernels._registry import Backend, KernelEntry, Platform, _member, kernel_registry
 from ejkernel.ops import registry
 from ejkernel.ops.config.selection import Choice, refusal
@@ -167,8 +167,26 @@ class OpKernel(Kernel):
             "formula": spec.formula_fn(),
             "differentiable": spec.differentiable,
             "output_names": spec.outputs(args),
-            "residual_names": spec.residuals,
+            "residual_names": spec.residual_names(),
         }
+
+    def keyed(self, inv: Invocation) -> Invocation:
+        """A call of a derived op is one of its base, unless a kernel of its own may serve it."""
+        lowering = _derived.keyed_by(self.spec, self._entries(inv))
+        if lowering is None:
+            return inv
+
+        def concrete() -> Any:
+            call = concrete_call(inv)
+            return None if call is None else lowering.rewrite(call)
+
+        return dataclasses.replace(
+            inv,
+            kernel=RegisteredKernel(lowering.base.name),
+            call=lowering.shapes(inv.call),
+            wanted=lowering.names(inv.wanted),
+            metadata={**inv.metadata, "concrete": concrete},
+        )
 
     def restore(self, document: dict[str, Any]) -> Invocation:
         arrays = {
@@ -236,19 +254,30 @@ class OpKernel(Kernel):
         gradients = {name: gradients[name] for name in wanted if name in gradients}
         return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
 
+    def _entries(self, inv: Invocation) -> Sequence[KernelEntry]:
+        """The kernels of the platform that a call asks for."""
+        every = kernel_registry.list(self.op)
+        return [e for e in every if inv.platform in ("auto", e.platform, e.name)]
+
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
-        entries = kernel_registry.list(self.op)
-        if inv.platform != "auto":
-            entries = [e for e in entries if inv.platform in (e.platform, e.name)]
-            if not entries:
-                reason = kernel_registry.missing(self.op, inv.platform)
-                raise refusal(inv, {inv.platform: reason})
+        entries = self._entries(inv)
+        if not entries and inv.platform != "auto":
+            reason = kernel_registry.missing(self.op, inv.platform)
+            raise refusal(inv, {inv.platform: reason})
         return [entry.implementation(inv.target, inv.backend) for entry in entries]
 
 
 # twins of calls that differ in lengths alone are the same: their oracles serve many keys
 _solved: dict[str, _oracle.Problem] = {}
 _MOST_SOLVED = 16
+
+
+class RegisteredKernel(OpKernel):
+    """An op by its name, without its public function."""
+
+    def __init__(self, op: str):
+        self.op = op
+        super().__init__()
 
 
 class EntryKernel(OpKernel):
@@ -266,8 +295,8 @@ class EntryKernel(OpKernel):
         args, request = super().prepare(call)
         return args, dataclasses.replace(request, platform=self.entry.name)
 
-    def implementations(self, inv: Invocation) -> Sequence[Implementation]:
-        return [self.entry.implementation(inv.target)]
+    def _entries(self, inv: Invocation) -> Sequence[KernelEntry]:
+        return [self.entry]
 
 
 def keyword_function(spec: _spec.OpSpec, entry: KernelEntry) -> Callable[..., Any]:

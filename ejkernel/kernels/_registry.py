@@ -85,6 +85,7 @@ class KernelEntry:
     config: Any  # a module or object with Config, heuristic(args, direction, target), …
     version: int
     derivative: str
+    base: "KernelEntry | None" = None  # of a derived op: the kernel of the base that it runs
 
     @property
     def name(self) -> str:
@@ -285,7 +286,8 @@ class KernelRegistry:
 
     def _add(self, entry: KernelEntry, replace: bool) -> None:
         same = [e for e in self._entries.get(entry.op, ()) if e.name == entry.name]
-        if same and not replace:
+        through = any(e.name == entry.name for e in self._through_base(entry.op))
+        if (same or through) and not replace:
             raise ValueError(
                 f"`{entry.op}`: {entry.name} is registered already; pass another `priority`, or "
                 "`replace=True` to take its place."
@@ -296,6 +298,11 @@ class KernelRegistry:
 
     def unregister(self, entry: KernelEntry) -> None:
         """Takes a kernel out again."""
+        if entry.base is not None:
+            raise ValueError(
+                f"`{entry.op}`: {entry.name} is the kernel of `{entry.base.op}`, to which the op "
+                "lowers; unregister that one."
+            )
         self._entries[entry.op] = [e for e in self._entries[entry.op] if e is not entry]
         self._generation[entry.op] += 1
         if not self._entries[entry.op] and entry.op in self._from_signature:
@@ -308,18 +315,35 @@ class KernelRegistry:
             return [entry for name in self.ops() for entry in self.list(name)]
         self.spec(op)
         self._load(op)
-        return list(self._entries.get(op, ()))
+        own = self._entries.get(op, ())
+        taken = {entry.name for entry in own}
+        through = [entry for entry in self._through_base(op) if entry.name not in taken]
+        return sorted([*own, *through], key=_rank)
+
+    def _through_base(self, op: str) -> Sequence[KernelEntry]:
+        """The kernels of the base of a derived op, as kernels of the op; others have none."""
+        spec = self.spec(op)
+        if spec.lowers_to is None:
+            return ()
+        from ejkernel.kernels import _derived
+
+        return [_derived.derive(spec, entry) for entry in self.list(spec.lowers_to.base.name)]
 
     def generation(self, op: str) -> int:
         """Counts changes of an op's entries; a change makes programs choose again."""
         self._load(op)
-        return self._generation[op]
+        lowering = self.spec(op).lowers_to
+        if lowering is None:
+            return self._generation[op]
+        return self._generation[op] + sum(map(self.generation, lowering.ops()))
 
     def missing(self, op: str, platform: Platform | str) -> str:
         """Why an op has no kernel of a platform here."""
         self._load(op)
         asked: Platform = _member(Platform, platform)
-        return self._missing.get((op, asked), f"no {asked} kernel of `{op}` is registered")
+        lowering = self.spec(op).lowers_to
+        nor = "" if lowering is None else f", nor one of `{lowering.base.name}`, which serves it"
+        return self._missing.get((op, asked), f"no {asked} kernel of `{op}` is registered{nor}")
 
     def why_not(self, op: str, args: Any) -> dict[str, str | None]:
         """For each entry of an op, why it cannot serve a call on the default device, or None."""

@@ -8,7 +8,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jaxtyping import Integer
 
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import AbstractArgs
+
+if TYPE_CHECKING:
+    from ejkernel.kernels._derived import Lowering
 
 _MISSING = dataclasses.MISSING
 _INT32 = np.iinfo(np.int32)
@@ -190,6 +193,8 @@ class OpSpec:
     # arguments that stand for others, such as `mask_info`, taken apart before types are checked
     unpack: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
+    # a derived op: how its calls become calls of another op, whose kernels then serve it
+    lowers_to: "Lowering | None" = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
     # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
@@ -218,7 +223,13 @@ class OpSpec:
         return _load(self.reference)
 
     def formula_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
+        if self.formula is None and self.lowers_to is not None and self.differentiable:
+            return self.lowers_to.formula()
         return _load(self.formula or self.reference)
+
+    def residual_names(self) -> tuple[str, ...]:
+        """The residuals that forward kernels hand to backward kernels."""
+        return self.residuals if self.lowers_to is None else self.lowers_to.base.residual_names()
 
     def check_values(self, values: dict[str, Any], debug: bool) -> None:
         """Refuses bad values: known ones now; with `debug`, traced ones when the program runs."""
@@ -274,8 +285,8 @@ class OpSpec:
         """A small concrete call with the same options, dtypes and head sizes."""
         if self.twin is None:
             return None
-        sizes = self.twin(args, block)
-        axes, shapes = self._axes(args), {}
+        sizes, layout, shapes = self.twin(args, block), self.layout(args), {}
+        axes = self._axes(args) if layout is None else layout.arrays
         for name, array in args.arrays().items():
             shape = tuple(
                 min(n, sizes.get(a, n)) if n > 1 else n

@@ -41,7 +41,7 @@ def _cell(entry: KernelEntry) -> dict[str, Any]:
         "honours": "all" if entry.honours is None else sorted(entry.honours),
         "checked": [*_CHECKED.get(entry.platform, ()), *on_devices],
         "version": entry.version,
-    }
+    } | ({} if entry.base is None else {"through": entry.base.op})
 
 
 def _passed(entry: KernelEntry) -> list[str]:
@@ -76,8 +76,11 @@ def table() -> str:
         row = []
         for name in _COLUMNS.values():
             cell = cells.get(name)
-            said = cell and ", ".join([gradient[cell["backward"]], *cell["checked"]])
-            row.append(said or "-")
+            if cell is None:
+                row.append("-")
+                continue
+            through = f"through `{cell['through']}`: " if "through" in cell else ""
+            row.append(through + ", ".join([gradient[cell["backward"]], *cell["checked"]]))
         lines.append(f"| `{op}` | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
