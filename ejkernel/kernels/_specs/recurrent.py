@@ -250,6 +250,11 @@ def finish(args: RecurrentArgs, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (outputs[0], outputs[1:] if args.cell is not None else outputs[1])
 
 
+def twin(args: RecurrentArgs, block: int) -> dict[str, int]:
+    """Two rows, and two blocks of steps with the call's own remainder; all features."""
+    return {"b": 2, "t": 2 * block + args.inputs.shape[1] % block}
+
+
 def check_values(values: dict[str, Any]) -> None:
     """Checks known lengths, for `EJKERNEL_DEBUG`."""
     lengths, t = _spec.known(values["lengths"]), values["inputs"].shape[1]
@@ -293,6 +298,7 @@ SPEC = RecurrentSpec(
     cases=_recurrent_cases.cases,
     changes=_recurrent_cases.changes,
     examples=_recurrent_cases.examples,
+    twin=twin,
     config=RecurrentConfig,
     debug=check_values,
 )
