@@ -167,7 +167,7 @@ class OpKernel(Kernel):
             "formula": spec.formula_fn(),
             "differentiable": spec.differentiable,
             "output_names": spec.outputs(args),
-            "residual_names": spec.residual_names(),
+            "residual_names": tuple(spec.residual_shapes(args)),
         }
 
     def keyed(self, inv: Invocation) -> Invocation:
@@ -234,6 +234,9 @@ class OpKernel(Kernel):
         problem = _solved[key]
         benchmark.look()  # the oracle may have taken long
 
+        if (reason := self._residual_problem(args, implementation, config)) is not None:
+            return reason
+
         @jax.jit
         def run(args: Any, cotangents: Any) -> Any:
             if inv.direction == FORWARD:
@@ -253,6 +256,19 @@ class OpKernel(Kernel):
                 )
         gradients = {name: gradients[name] for name in wanted if name in gradients}
         return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
+
+    def _residual_problem(
+        self, args: Any, implementation: Implementation, config: Any
+    ) -> str | None:
+        """How a forward's residuals differ from the op's, which any backward may be given."""
+        if implementation.derivative != "rule" or not self.spec.residual_shapes(args):
+            return None
+        _, residuals = jax.eval_shape(lambda args: implementation.forward(args, config), args)
+        told = lambda arrays: [f"{x.dtype}{list(x.shape)}" for x in arrays]
+        found, expected = told(residuals), told(self.spec.residual_shapes(args).values())
+        if found == expected:
+            return None
+        return f"gives residuals {', '.join(found)}, where the op has {', '.join(expected)}"
 
     def _entries(self, inv: Invocation) -> Sequence[KernelEntry]:
         """The kernels of the platform that a call asks for."""

@@ -179,6 +179,25 @@ class Case:
     grads: tuple[str, ...] | None = None  # None: every differentiable array present
 
 
+def wide_dtype(args: Any) -> Any:
+    """The dtype in which a call sums: float64 if its first array has that, else float32."""
+    first = next(iter(args.arrays().values()))
+    return jnp.dtype(jnp.float64 if first.dtype == jnp.float64 else jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """An array that a forward kernel hands to a backward kernel, of whatever platform either is.
+
+    Shape and dtype follow from the arguments of a call alone, never from a kernel's configuration.
+    """
+
+    name: str
+    meaning: str
+    shape: Callable[[Any], tuple[int, ...] | None]  # of a call; None: the call has no such array
+    dtype: Callable[[Any], Any] = wide_dtype
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
     """An operation; `reference` and `formula` are "module:function", imported when asked for."""
@@ -195,7 +214,7 @@ class OpSpec:
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
     # a derived op: how its calls become calls of another op, whose kernels then serve it
     lowers_to: "Lowering | None" = None
-    residuals: tuple[str, ...] = ()
+    residuals: tuple[Residual, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
     # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
     examples: Callable[[Any], dict[str, jax.Array]] = lambda args: {}
@@ -227,9 +246,16 @@ class OpSpec:
             return self.lowers_to.formula()
         return _load(self.formula or self.reference)
 
-    def residual_names(self) -> tuple[str, ...]:
-        """The residuals that forward kernels hand to backward kernels."""
-        return self.residuals if self.lowers_to is None else self.lowers_to.base.residual_names()
+    def residual_shapes(self, args: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """What forward kernels of a call hand to backward kernels, by name, in order."""
+        if self.lowers_to is not None:
+            return self.lowers_to.base.residual_shapes(self.lowers_to.shapes(args))
+        shapes = ((r, r.shape(args)) for r in self.residuals)
+        return {
+            r.name: jax.ShapeDtypeStruct(shape, r.dtype(args))
+            for r, shape in shapes
+            if shape is not None
+        }
 
     def check_values(self, values: dict[str, Any], debug: bool) -> None:
         """Refuses bad values: known ones now; with `debug`, traced ones when the program runs."""

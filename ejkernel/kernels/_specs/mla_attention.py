@@ -275,7 +275,7 @@ SPEC = _spec.OpSpec(
     ),
     outputs=lambda args: ("out", "lse") if args.return_lse else ("out",),
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
-    residuals=("lse",),
+    residuals=(_common.LSE,),
     cases=cases,
     changes=changes,
     examples=examples,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops, softmax
 from ejkernel.kernels._xla._blocks.pairs import finite, multiply, pad, precision
 from ejkernel.kernels._xla.flash_attention import bwd as flash
@@ -26,10 +27,10 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    if fwd.is_empty(args):
+    if spec.is_empty(args):
         return {name: jnp.zeros_like(getattr(args, name)) for name in wanted}
     args = fwd.without_padding(args)
-    have, x = fwd.branches(args), Operands(args)
+    have, x = spec.branches(args), Operands(args)
     dout = cotangents[0].astype(x.dtype)
     grads: dict[str, Any] = {}
     parts, scaled = [], []  # and the gradients of scaled queries

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops, softmax
 from ejkernel.kernels._xla._blocks.pairs import pad, precision
 from ejkernel.kernels._xla.native_sparse_attention import fwd, select, table
@@ -18,10 +19,10 @@ _ROWS = 256
 
 def native_sparse_attention(args: Any) -> tuple[jax.Array]:
     """Outputs of `native_sparse_attention`."""
-    if fwd.is_empty(args):
+    if spec.is_empty(args):
         return (jnp.zeros((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype),)
     args = fwd.without_padding(args)
-    have, x = fwd.branches(args), fwd.Operands(args)
+    have, x = spec.branches(args), fwd.Operands(args)
     size = min(_ROWS, x.t)
     count = -(-x.t // size)
 

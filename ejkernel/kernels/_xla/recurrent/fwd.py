@@ -17,7 +17,7 @@ from ejkernel.kernels._xla.recurrent import cells
 
 
 class Residuals(NamedTuple):
-    """Before each step, the states and what the cell keeps, in float32 at least."""
+    """The residuals of the spec, which says what they mean."""
 
     states: jax.Array  # [b, t, p * d]
     gates: jax.Array
