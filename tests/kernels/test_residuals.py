@@ -157,12 +157,12 @@ def dense_selection(args):
     seen = np.repeat(chosen, heads // groups, axis=2)[..., block]
     seen = seen & (np.arange(t) <= np.arange(t)[:, None])[None, :, None]
     k, v = (jnp.repeat(x, heads // groups, axis=2) for x in (args.key, args.value))
-    exact = {"precision": "highest"}
-    x = args.softmax_scale * jnp.einsum("bthd,bshd->bths", args.query, k, **exact)
+    exact = functools.partial(jnp.einsum, precision="highest")
+    x = args.softmax_scale * exact("bthd,bshd->bths", args.query, k)
     x = jnp.where(seen, x, -jnp.inf)
     lse = jax.nn.logsumexp(x, axis=-1)
     weights = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None])
-    out = jnp.einsum("bths,bshe->bthe", weights, v, **exact)
+    out = exact("bths,bshe->bthe", weights, v)
     words = np.zeros((batch, groups, t, -(-count // nsa.WORD)), np.float32)
     for b, i, g, n in np.argwhere(chosen):
         words[b, g, i, n // nsa.WORD] += 2 ** (n % nsa.WORD)
