@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _attention
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._xla._blocks import loops, philox, ranges
 from ejkernel.xla_utils import positions
 
@@ -33,13 +34,6 @@ class Blocks(NamedTuple):
     k: int
 
 
-def precision(dtype: Any) -> jax.lax.Precision | None:
-    """float32 is computed in float32 unless the user lowered `jax.default_matmul_precision`."""
-    if jnp.dtype(dtype).itemsize < 4 or jax.config.jax_default_matmul_precision is not None:
-        return None
-    return jax.lax.Precision.HIGHEST
-
-
 def wide(dtype: Any) -> Any:
     """The dtype of logits and sums."""
     return jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32
@@ -51,7 +45,7 @@ def multiply(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     With a transposed factor and batch axes, XLA on CPU refuses bfloat16 x bfloat16 = float32 at run
     time ("Unsupported element type for DotThunk"); widened factors have the same products.
     """
-    dtype, exact = wide(a.dtype), precision(a.dtype)
+    dtype, exact = wide(a.dtype), xla_precision(a.dtype)
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=dtype)

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._specs.flash_attention import FlashAttentionArgs
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import multiply, pad, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import multiply, pad, wide
 from ejkernel.kernels._xla.flash_attention import fwd as flash
 from ejkernel.kernels._xla.native_sparse_attention import config, schedule, select, table
 from ejkernel.xla_utils import segments
@@ -146,7 +147,7 @@ def as_window(args: Any) -> FlashAttentionArgs:
 
 def compressed_weights(x: Operands, q: jax.Array, kc: jax.Array, seen: jax.Array) -> jax.Array:
     """Softmax weights [t, r, n] of queries [t, r, d] over mean keys [n, d]; 0 if none is seen."""
-    dots = jnp.einsum("trd,nd->trn", q, kc, precision=precision(x.dtype))
+    dots = jnp.einsum("trd,nd->trn", q, kc, precision=xla_precision(x.dtype))
     logits = jnp.where(seen[:, None], dots * x.args.softmax_scale, -jnp.inf)
     _, weights, _ = softmax.weigh(jnp.full(logits.shape[:-1], -jnp.inf, x.dtype), logits)
     total = weights.sum(axis=-1, keepdims=True)
@@ -195,7 +196,9 @@ def _score(x: Operands, cfg: config.Config, have: spec.Branches) -> tuple[Any, A
                     x, loops.take(q[m], i, tile, 0).astype(x.dtype), kc[m], seen
                 )
                 if have.compressed:
-                    out = jnp.einsum("trn,ne->tre", weights, vc[m], precision=precision(x.dtype))
+                    out = jnp.einsum(
+                        "trn,ne->tre", weights, vc[m], precision=xla_precision(x.dtype)
+                    )
                 if by_importance:
                     importance = weights.sum(axis=1)[:, twins]
             if have.selected:
