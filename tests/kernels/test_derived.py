@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel import aot, cli
+from ejkernel import _device, aot, cli
 from ejkernel.aot import _calls, _programs
 from ejkernel.errors import EjkernelWarning, UnsupportedError
 from ejkernel.kernels import kernel_registry
@@ -258,6 +258,19 @@ def test_a_kernel_of_the_base_serves_what_lowers_to_it():
         calls.clear()
 
 
+def test_gradients_have_the_names_of_the_derived_op():
+    loss = lambda run, **gates: (run(Q, K, V, **gates) ** 2).sum()
+    mine = jax.grad(lambda g: loss(gla, g=g))(G)
+    theirs = jax.grad(lambda g: loss(linear_recurrence, gk=g))(G)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    spec, entry = kernel_registry.spec("gla"), harness.find_entry("gla", "xla/any")
+    args = spec.canonicalize(spec.complete({"query": Q, "key": K, "value": V, "g": G}))
+    outputs, residuals = entry.fn(args, entry.heuristic(args))
+    wanted = frozenset({"g", "key"})
+    cfg = entry.heuristic(args, "backward")
+    assert entry.backward(args, cfg, outputs, residuals, outputs, wanted).keys() == wanted
+
+
 def test_a_new_kernel_of_the_base_is_seen_by_calls_that_ran_before():
     before, calls = gla(Q, K, V, G), []
     register_copy("linear_recurrence", calls, priority=3)
@@ -290,7 +303,7 @@ def test_what_a_kernel_requires_is_asked_of_the_base_and_its_device():
         [],
         requires=lambda args: "no gates" if args.gk is not None else None,
         backward_requires=lambda args: "not this way" if args.reverse else None,
-        device_requires=lambda args, target: f"not on a {target.kind}" if args.g_gamma else None,
+        device_requires=lambda args, target: None if args.gk is None else f"not on {target.kind}",
     )
     entry = kernel_registry.list("gla")[0]
     spec = kernel_registry.spec("gla")
@@ -298,9 +311,10 @@ def test_what_a_kernel_requires_is_asked_of_the_base_and_its_device():
         spec.complete({"query": Q, "key": K, "value": V} | more)
     )
     assert entry.why_not(make(g=G)) == "no gates (as a call of `linear_recurrence`)"
+    assert entry.why_not(make(g=G), _device.find()) == "not on cpu"
     assert entry.why_not(make(reverse=True)) is None
     assert entry.why_not(make(reverse=True), direction="backward") == "not this way"
-    assert entry.why_not(make()) is None
+    assert entry.why_not(make(), _device.find()) is None
 
 
 def own_gla(query, key, value, g=None):
