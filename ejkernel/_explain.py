@@ -60,12 +60,15 @@ class Explanation:
     backward: Direction | None  # for gradients of `wanted`
     wanted: tuple[str, ...] = ()  # every differentiable array of the call
     note: str = ""  # why there is no backward
+    lowers_to: str = ""  # of a derived op: what its calls become, whose kernels and rows serve it
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(serialize.to_builtins(self), indent=indent, sort_keys=True)
 
     def to_text(self) -> str:
         lines = [f"{self.op} on {self.device}, platform {self.platform}"]
+        if self.lowers_to:
+            lines.append(f"{self.op} lowers to {self.lowers_to}")
         lines += [f"  {name} {text}" for name, text in self.arrays.items()]
         lines += [f"  {name}={value}" for name, value in self.options.items()]
         lines += ["", *_direction_lines("forward", self.forward)]
@@ -139,12 +142,8 @@ class _Bound:
         return self.dynamic(bound.arguments | fixed)
 
 
-class _Registered(_Bound, _op_kernel.OpKernel):
+class _Registered(_Bound, _op_kernel.RegisteredKernel):
     """An op without a public function."""
-
-    def __init__(self, op: str):
-        self.op = op
-        super().__init__()
 
 
 class _Entry(_Bound, _op_kernel.EntryKernel):
@@ -230,6 +229,7 @@ class _Probe(executors.Executor):
                 backward=backward,
                 wanted=wanted,
                 note=note,
+                lowers_to=_lowers_to(kernel),
             )
         )
 
@@ -303,6 +303,11 @@ def _sorted_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
     return able, refused
 
 
+def _lowers_to(kernel: Kernel) -> str:
+    lowering = kernel.spec.lowers_to if isinstance(kernel, _op_kernel.OpKernel) else None
+    return "" if lowering is None else ", then ".join(lowering.ops())
+
+
 def _missing(inv: Invocation) -> dict[str, str]:
     if not isinstance(inv.kernel, _op_kernel.OpKernel):
         return {}
@@ -318,7 +323,7 @@ def _failures(chooser: ConfigChooser, inv: Invocation) -> dict[str, str]:
     stored = chooser.cache.get(inv.key)
     found = dict(stored.failures) if isinstance(stored, Stored) else {}
     if chooser.persistent is not None:
-        where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
+        where = {"op": inv.op, "device": inv.device_fingerprint}
         record = chooser.persistent.read(inv.key, **where)
         found = (dict(record.failures) if record is not None else {}) | found
     return found | chooser.failures.get(inv.key, {})

@@ -210,12 +210,15 @@ def _list(arguments: argparse.Namespace) -> int:
             honours = cell["honours"] if cell["honours"] == "all" else ", ".join(cell["honours"])
             backward = {"own": "own", "jax": "JAX's", None: "none"}[cell["backward"]]
             checked = ", ".join(cell["checked"])
-            rows.append((name, entry, backward, honours, checked, cell["version"]))
-    _table(("op", "entry", "backward", "acts on", "checked", "version"), rows)
+            row = (name, entry, backward, honours, checked, cell["version"])
+            rows.append((*row, cell.get("through", "")))
+    _table(("op", "entry", "backward", "acts on", "checked", "version", "through"), rows)
     if op is not None:
         there = {entry.platform for entry in kernel_registry.list(op)}
         absent = [(str(p), kernel_registry.missing(op, p)) for p in Platform if p not in there]
         _say()
+        if (lowering := kernel_registry.spec(op).lowers_to) is not None:
+            _say(f"{op} lowers to {', then '.join(lowering.ops())}\n")
         _table(("not here", "why"), absent)
     return 0
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel import _device
 from ejkernel.aot import _targets
 from ejkernel.aot._calls import Call
+from ejkernel.kernels import _derived
 from ejkernel.kernels._registry import KernelEntry, kernel_registry
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 from ejkernel.ops.utils import fingerprint, serialize
@@ -112,15 +113,19 @@ class Programs:
 
     def document(self, direction: str) -> dict[str, Any]:
         """The call as tables of tuned configurations know it."""
+        spec, args, wanted = self.call.spec, self.args, self.wanted
+        lowering = _derived.keyed_by(spec, kernel_registry.list(spec.name))
+        if lowering is not None:
+            spec, args, wanted = lowering.base, lowering.shapes(args), lowering.names(wanted)
         made = fingerprint.document(
-            op=self.call.spec.name,
+            op=spec.name,
             direction=direction,
             platform="auto",
             device="",
-            arrays=self.args.arrays(),
-            statics=self.args.statics(),
+            arrays=args.arrays(),
+            statics=args.statics(),
             placement=None,
-            wanted=sorted(self.wanted) if direction == BACKWARD else [],
+            wanted=sorted(wanted) if direction == BACKWARD else [],
         )
         return {name: value for name, value in made.items() if name != "device"}
 

@@ -49,7 +49,7 @@ def write(folder: pathlib.Path, chosen: Sequence[Report]) -> list[pathlib.Path]:
     for target in dict.fromkeys(report.target for report in chosen):
         device = _targets.parse(target)
         mine = [report for report in chosen if report.target == target]
-        file = folder / table.slug(device.model) / f"{mine[0].op}.json"
+        file = folder / table.slug(device.model) / f"{mine[0].call['op']}.json"
         made = rows(mine)
         kept = [row for row in _read(file) if row["call"] not in [new["call"] for new in made]]
         _dump(file, [*kept, *made])

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ejkernel import _device, _settings
-from ejkernel.kernels import _donation, _oracle, _spec
+from ejkernel.kernels import _derived, _donation, _oracle, _spec
 from ejkernel.kernels._platforms import Backend, Platform, member
 from ejkernel.kernels._registry import KernelEntry, kernel_registry
 from ejkernel.ops import registry
@@ -178,8 +178,26 @@ class OpKernel(Kernel):
             "formula": spec.formula_fn(),
             "differentiable": spec.differentiable,
             "output_names": spec.outputs(args),
-            "residual_names": spec.residuals,
+            "residual_names": tuple(spec.residual_shapes(args)),
         }
+
+    def keyed(self, inv: Invocation) -> Invocation:
+        """A call of a derived op is one of its base, unless a kernel of its own may serve it."""
+        lowering = _derived.keyed_by(self.spec, self._entries(inv))
+        if lowering is None:
+            return inv
+
+        def concrete() -> Any:
+            call = concrete_call(inv)
+            return None if call is None else lowering.rewrite(call)
+
+        return dataclasses.replace(
+            inv,
+            kernel=RegisteredKernel(lowering.base.name),
+            call=lowering.shapes(inv.call),
+            wanted=lowering.names(inv.wanted),
+            metadata={**inv.metadata, "concrete": concrete},
+        )
 
     def restore(self, document: dict[str, Any]) -> Invocation:
         arrays = {
@@ -227,6 +245,9 @@ class OpKernel(Kernel):
         problem = _solved[key]
         benchmark.look()  # the oracle may have taken long
 
+        if (reason := self._residual_problem(args, implementation, config)) is not None:
+            return reason
+
         @jax.jit
         def run(args: Any, cotangents: Any) -> Any:
             if inv.direction == FORWARD:
@@ -247,20 +268,58 @@ class OpKernel(Kernel):
         gradients = {name: gradients[name] for name in wanted if name in gradients}
         return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
 
+    def _residual_problem(
+        self, args: Any, implementation: Implementation, config: Any
+    ) -> str | None:
+        """How a forward's residuals differ from the op's, which any backward may be given."""
+        if implementation.derivative != "rule" or not self.spec.residual_shapes(args):
+            return None
+        _, residuals = jax.eval_shape(lambda args: implementation.forward(args, config), args)
+        told = lambda arrays: [f"{x.dtype}{list(x.shape)}" for x in arrays]
+        found, expected = told(residuals), told(self.spec.residual_shapes(args).values())
+        if found == expected:
+            return None
+        return f"gives residuals {', '.join(found)}, where the op has {', '.join(expected)}"
+
+    def _entries(self, inv: Invocation) -> Sequence[KernelEntry]:
+        """The kernels to choose from, of the platform that a call asks for."""
+        if inv.platform == "auto":
+            return kernel_registry.for_target(self.op, inv.target)[0]
+        every = kernel_registry.list(self.op)
+        return [e for e in every if inv.platform in (e.platform, e.name)]
+
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         if inv.platform == "auto":
-            return kernel_registry.implementations(self.op, inv.target, inv.backend)
-        entries = kernel_registry.list(self.op)
-        entries = [e for e in entries if inv.platform in (e.platform, e.name)]
+            entries, others = kernel_registry.for_target(self.op, inv.target)
+            made = [entry.implementation(inv.target, inv.backend) for entry in entries]
+            return made + [_refusing(name, reason) for name, reason in others.items()]
+        entries = self._entries(inv)
         if not entries:
             reason = kernel_registry.missing(self.op, inv.platform)
             raise refusal(inv, {inv.platform: reason})
         return [entry.implementation(inv.target, inv.backend) for entry in entries]
 
 
+def _refusing(name: str, reason: str) -> Implementation:
+    """A kernel that was not imported, since it cannot serve the call."""
+
+    def forward(args: Any, cfg: Any) -> Any:
+        raise UnsupportedError(f"{name}: {reason}")
+
+    return Implementation(name=name, forward=forward, why_not=lambda args, direction: reason)
+
+
 # twins of calls that differ in lengths alone are the same: their oracles serve many keys
 _solved: dict[str, _oracle.Problem] = {}
 _MOST_SOLVED = 16
+
+
+class RegisteredKernel(OpKernel):
+    """An op by its name, without its public function."""
+
+    def __init__(self, op: str):
+        self.op = op
+        super().__init__()
 
 
 class EntryKernel(OpKernel):
@@ -278,8 +337,8 @@ class EntryKernel(OpKernel):
         args, request = super().prepare(call)
         return args, dataclasses.replace(request, platform=self.entry.name)
 
-    def implementations(self, inv: Invocation) -> Sequence[Implementation]:
-        return [self.entry.implementation(inv.target)]
+    def _entries(self, inv: Invocation) -> Sequence[KernelEntry]:
+        return [self.entry]
 
 
 def keyword_function(spec: _spec.OpSpec, entry: KernelEntry) -> Callable[..., Any]:

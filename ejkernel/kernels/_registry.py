@@ -45,6 +45,7 @@ class KernelEntry:
     config: Any  # a module or object with Config, heuristic(args, direction, target), …
     version: int
     derivative: str
+    base: "KernelEntry | None" = None  # of a derived op: the kernel of the base that it runs
 
     @property
     def name(self) -> str:
@@ -241,7 +242,10 @@ class KernelRegistry:
 
     def _add(self, entry: KernelEntry, replace: bool) -> None:
         same = [e for e in self._entries.get(entry.op, ()) if e.name == entry.name]
-        if same and not replace:
+        lowering = self.spec(entry.op).lowers_to
+        of_base = [] if lowering is None else self.list(lowering.base.name)
+        through = any(e.name == entry.name for e in of_base)
+        if (same or through) and not replace:
             raise ValueError(
                 f"`{entry.op}`: {entry.name} is registered already; pass another `priority`, or "
                 "`replace=True` to take its place."
@@ -254,6 +258,11 @@ class KernelRegistry:
 
     def unregister(self, entry: KernelEntry) -> None:
         """Takes a kernel out again."""
+        if entry.base is not None:
+            raise ValueError(
+                f"`{entry.op}`: {entry.name} is the kernel of `{entry.base.op}`, to which the op "
+                "lowers; unregister that one."
+            )
         self._entries[entry.op] = [e for e in self._entries[entry.op] if e is not entry]
         self._generation[entry.op] += 1
         if not self._entries[entry.op] and entry.op in self._from_signature:
@@ -267,39 +276,59 @@ class KernelRegistry:
         if op is None:
             return [entry for name in self.ops() for entry in self.list(name, platform)]
         self.spec(op)
-        if platform is None:
-            self._load(op)
-            return list(self._entries.get(op, ()))
-        asked: Platform = member(Platform, platform)
-        self._load(op, [asked])
-        return [e for e in self._entries.get(op, ()) if e.platform == asked]
+        platforms = tuple(Platform) if platform is None else (member(Platform, platform),)
+        found = self._entries_of(op, lambda name: self._load(name, platforms))
+        return [entry for entry in found if entry.platform in platforms]
 
-    def implementations(
-        self, op: str, target: _device.Target | None, backend: str = Backend.ANY
-    ) -> Sequence[Implementation]:
-        """All kernels of an op for a target, best first.
+    def _entries_of(self, op: str, load: Callable[[str], None]) -> Sequence[KernelEntry]:
+        """Kernels of an op, and of the base of a derived op as kernels of the op, best first.
 
-        Kernels for other devices refuse the call; their code is not imported for that.
+        `load(name)` imports the kernels of an op that are wanted.
         """
-        unloaded = []
-        for platform, folder in folders_of(op):
-            reason = None if target is None else why_not_on(platform, folder.backend, target)
-            if reason is None:
-                self._load(op, [platform], [folder])
-            elif (op, folder.package) not in self._loaded and folder.usable(op):
-                unloaded.append((f"{platform}/{folder.backend}", reason))
-        made = [e.implementation(target, backend) for e in self._entries.get(op, ())]
-        return made + [_refusing(name, reason) for name, reason in unloaded]
+        load(op)
+        own, lowering = self._entries.get(op, ()), self.spec(op).lowers_to
+        if lowering is None:
+            return list(own)
+        from ejkernel.kernels import _derived
+
+        taken, of_base = {entry.name for entry in own}, self._entries_of(lowering.base.name, load)
+        through = [_derived.derive(self.spec(op), e) for e in of_base if e.name not in taken]
+        return sorted([*own, *through], key=_rank)
+
+    def for_target(
+        self, op: str, target: _device.Target | None
+    ) -> tuple[Sequence[KernelEntry], dict[str, str]]:
+        """Kernels of an op that may run on a target, and why others do not, by name.
+
+        The code of those others is not imported.
+        """
+        others: dict[str, str] = {}
+
+        def load(name: str) -> None:
+            for platform, folder in folders_of(name):
+                reason = None if target is None else why_not_on(platform, folder.backend, target)
+                if reason is None:
+                    self._load(name, [platform], [folder])
+                elif (name, folder.package) not in self._loaded and folder.usable(name):
+                    others[f"{platform}/{folder.backend}"] = reason
+
+        found = self._entries_of(op, load)
+        return found, {name: r for name, r in others.items() if name not in {e.name for e in found}}
 
     def generation(self, op: str) -> int:
         """Counts changes of an op's entries from outside; one makes programs choose again."""
-        return self._generation[op]
+        lowering = self.spec(op).lowers_to
+        if lowering is None:
+            return self._generation[op]
+        return self._generation[op] + sum(map(self.generation, lowering.ops()))
 
     def missing(self, op: str, platform: Platform | str) -> str:
         """Why an op has no kernel of a platform here."""
         self._load(op)
         asked: Platform = member(Platform, platform)
-        return self._missing.get((op, asked), f"no {asked} kernel of `{op}` is registered")
+        lowering = self.spec(op).lowers_to
+        nor = "" if lowering is None else f", nor one of `{lowering.base.name}`, which serves it"
+        return self._missing.get((op, asked), f"no {asked} kernel of `{op}` is registered{nor}")
 
     def why_not(self, op: str, args: Any) -> dict[str, str | None]:
         """For each entry of an op, why it cannot serve a call on the default device, or None."""
@@ -376,15 +405,6 @@ class KernelRegistry:
             self._missing[op, platform] = f"{folder.needs} cannot be imported: {error}"
         finally:
             self._importing.package = outer
-
-
-def _refusing(name: str, reason: str) -> Implementation:
-    """A kernel that was not imported, since it cannot serve the call."""
-
-    def forward(args: Any, cfg: Any) -> Any:
-        raise UnsupportedError(f"{name}: {reason}")
-
-    return Implementation(name=name, forward=forward, why_not=lambda args, direction: reason)
 
 
 def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, Any]:

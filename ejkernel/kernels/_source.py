@@ -32,6 +32,7 @@ def fingerprint(entry: KernelEntry) -> str | None:
 
     Comments, docstrings and empty lines do not count.
     """
+    entry = entry.base or entry  # a derived op runs the kernel of its base
     inner = getattr(getattr(entry.fn, "__self__", None), "inner", None)  # of a schedule around it
     parts = [part for e in (entry, inner) if e for part in (e.fn, e.backward, e.config) if part]
     modules = {getattr(part, "__module__", None) or part.__name__ for part in parts}

@@ -8,7 +8,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jaxtyping import Integer
 
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import AbstractArgs
+
+if TYPE_CHECKING:
+    from ejkernel.kernels._derived import Lowering
 
 _MISSING = dataclasses.MISSING
 _INT32 = np.iinfo(np.int32)
@@ -176,6 +179,25 @@ class Case:
     grads: tuple[str, ...] | None = None  # None: every differentiable array present
 
 
+def wide_dtype(args: Any) -> Any:
+    """The dtype in which a call sums: float64 if its first array has that, else float32."""
+    first = next(iter(args.arrays().values()))
+    return jnp.dtype(jnp.float64 if first.dtype == jnp.float64 else jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """An array that a forward kernel hands to a backward kernel, of whatever platform either is.
+
+    Shape and dtype follow from the arguments of a call alone, never from a kernel's configuration.
+    """
+
+    name: str
+    meaning: str
+    shape: Callable[[Any], tuple[int, ...] | None]  # of a call; None: the call has no such array
+    dtype: Callable[[Any], Any] = wide_dtype
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
     """An operation; `reference` and `formula` are "module:function", imported when asked for."""
@@ -190,7 +212,9 @@ class OpSpec:
     # arguments that stand for others, such as `mask_info`, taken apart before types are checked
     unpack: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
-    residuals: tuple[str, ...] = ()
+    # a derived op: how its calls become calls of another op, whose kernels then serve it
+    lowers_to: "Lowering | None" = None
+    residuals: tuple[Residual, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
     # cases in which all numbers that no result depends on are padding, and so may be NaN
     padded: tuple[str, ...] = ()
@@ -220,7 +244,20 @@ class OpSpec:
         return _load(self.reference)
 
     def formula_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
+        if self.formula is None and self.lowers_to is not None and self.differentiable:
+            return self.lowers_to.formula()
         return _load(self.formula or self.reference)
+
+    def residual_shapes(self, args: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """What forward kernels of a call hand to backward kernels, by name, in order."""
+        if self.lowers_to is not None:
+            return self.lowers_to.base.residual_shapes(self.lowers_to.shapes(args))
+        shapes = ((r, r.shape(args)) for r in self.residuals)
+        return {
+            r.name: jax.ShapeDtypeStruct(shape, r.dtype(args))
+            for r, shape in shapes
+            if shape is not None
+        }
 
     def check_values(self, values: dict[str, Any], debug: bool) -> None:
         """Refuses bad values: known ones now; with `debug`, traced ones when the program runs."""
@@ -276,8 +313,8 @@ class OpSpec:
         """A small concrete call with the same options, dtypes and head sizes."""
         if self.twin is None:
             return None
-        sizes = self.twin(args, block)
-        axes, shapes = self._axes(args), {}
+        sizes, layout, shapes = self.twin(args, block), self.layout(args), {}
+        axes = self._axes(args) if layout is None else layout.arrays
         for name, array in args.arrays().items():
             shape = tuple(
                 min(n, sizes.get(a, n)) if n > 1 else n

@@ -36,7 +36,7 @@ def _cell(entry: KernelEntry) -> dict[str, Any]:
         "honours": "all" if entry.honours is None else sorted(entry.honours),
         "checked": [*_checks(entry), *(f"measured on {name}" for name in _measured(entry))],
         "version": entry.version,
-    }
+    } | ({} if entry.base is None else {"through": entry.base.op})
 
 
 def _checks(entry: KernelEntry) -> list[str]:
@@ -82,7 +82,12 @@ def table() -> str:
 def checks() -> str:
     """The table of docs/checks.md: how the tests check each kernel."""
     gradient = {"own": "own backward", "jax": "JAX's backward", None: "forward only"}
-    return _table(lambda cell: ", ".join([gradient[cell["backward"]], *cell["checked"]]), "-")
+
+    def describe(cell: dict[str, Any]) -> str:
+        through = f"through `{cell['through']}`: " if "through" in cell else ""
+        return through + ", ".join([gradient[cell["backward"]], *cell["checked"]])
+
+    return _table(describe, "-")
 
 
 def _table(describe: Callable[[dict[str, Any]], str], absent: str) -> str:

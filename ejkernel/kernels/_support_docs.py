@@ -24,6 +24,9 @@ def table(op: str) -> str:
     optional = [field for field in public if field.default is not dataclasses.MISSING]
     gradients = [f"`{field.name}`" for field in public if field.name in spec.differentiable]
     lines = []
+    if spec.lowers_to is not None:
+        steps = ", then ".join(f"[`{name}`]({name}.md)" for name in spec.lowers_to.ops())
+        lines += [f"Calls become calls of {steps}, whose kernels and tuned rows serve them.", ""]
     if optional:
         names = [f"`{entry.name}`" for entry in entries]
         lines += [_row("optional argument", *names), "|---" * (len(names) + 1) + "|"]

@@ -24,8 +24,9 @@ def record_invocation(kernel: Kernel, inv: Invocation) -> None:
     avals = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inv.call.arrays().items()}
     abstract = dataclasses.replace(inv, call=inv.call.with_arrays(avals), metadata={})
     # the key of the call itself: it knows the precision and shardings of the moment
-    for name in ("document", "key"):
-        abstract.__dict__[name] = getattr(inv, name)
+    for made, of in ((abstract, inv), (abstract.keyed, inv.keyed)):
+        for name in ("document", "key"):
+            made.__dict__[name] = getattr(of, name)
     _recorded[inv.key] = abstract
     _kernels[kernel.name] = kernel
 
@@ -62,7 +63,8 @@ def from_labels(labels: Iterable[Any]) -> list[Invocation]:
     """The calls that json stamps in a program describe, for kernels known in this process."""
     made = []
     for item in labels:
-        kernel = kernel_named(item.name) if item.document is not None else None
+        # of the op whose key the call has, which need not be the op that was called
+        kernel = kernel_named(item.document["call"]["op"]) if item.document is not None else None
         if kernel is not None and type(kernel).restore is not Kernel.restore:
             made.append(kernel.restore(item.document["call"]))
         elif item.document is not None:

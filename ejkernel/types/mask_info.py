@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int32, Shaped
 
-from ejkernel.xla_utils import segments
+from ejkernel.xla_utils import positions, segments
 
 Window = tuple[int | None, int | None]
 
@@ -391,18 +391,17 @@ class MaskInfo:
         assert cum_q is not None
         return cum_q, (cum_q if cum_k is None else cum_k)
 
+    def _tokens(self, op: str, t: int, s: int) -> positions.Tokens:
+        """Positions of lengths or cumulative lengths, and ids that say what these hide."""
+        if (packed := self._packed(op, t, s)) is not None:
+            return positions.of_packed(*packed, t, s)
+        if self.q_lengths is None and self.kv_lengths is None:
+            return positions.Tokens()
+        return positions.of_rows(*self._row_lengths(t, s), t, s)
+
     def _sequence_ids(self, op: str, t: int, s: int) -> tuple[Array, Array] | None:
         """Segment ids that say what lengths or cumulative lengths hide."""
-        if (packed := self._packed(op, t, s)) is not None:
-            q_ids, kv_ids = map(segments.cu_seqlens_to_segment_ids, packed, (t, s))
-            return q_ids[None], kv_ids[None]
-        if self.q_lengths is None and self.kv_lengths is None:
-            return None
-        q_lengths, kv_lengths = self._row_lengths(t, s)
-        return (
-            segments.lengths_to_segment_ids(q_lengths, t),
-            segments.lengths_to_segment_ids(kv_lengths, s),
-        )
+        return next(iter(self._tokens(op, t, s).ids), None)
 
     def _row_lengths(self, t: int, s: int) -> tuple[Int32[Array, " #b"], Int32[Array, " #b"]]:
         """Real lengths; a side without lengths is all real."""
@@ -413,18 +412,7 @@ class MaskInfo:
         )
 
     def _positions(self, op: str, t: int, s: int) -> tuple[Array, Array]:
-        if (packed := self._packed(op, t, s)) is not None:
-            q_pos = segments.cu_seqlens_to_query_positions(*packed, t)[None]
-            kv_pos = segments.cu_seqlens_to_positions(packed[1], s)[None]
-        else:
-            q_lengths, kv_lengths = self._row_lengths(t, s)
-            first = kv_lengths - q_lengths  # [b]
-            q_pos = first[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
-            kv_pos = jnp.arange(s, dtype=jnp.int32)[None, :]
-        return (
-            q_pos if self.q_positions is None else self.q_positions,
-            kv_pos if self.kv_positions is None else self.kv_positions,
-        )
+        return self._tokens(op, t, s).replaced(self.q_positions, self.kv_positions).both(t, s)
 
     def _split_by(
         self, q_parts: Int32[Array, "b t"], kv_parts: Int32[Array, "b s"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ejkernel.kernels._shared import page_slots
 from ejkernel.kernels._xla._blocks import paging
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
@@ -86,7 +87,7 @@ def test_a_window_shortens_the_walk(lens, block_k):
 def test_tokens_go_to_the_last_positions(queries, lens, count, shift):
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32) + shift
     starts[max(count, 0) + 1 :] = -7  # what does not count may be anything
-    owner, position = paging.places(
+    owner, position = page_slots.places(
         jnp.asarray(starts), jnp.asarray(lens, jnp.int32), jnp.int32(count), TOKENS
     )
     expected = [(None, -1)] * TOKENS
@@ -112,7 +113,7 @@ def test_tokens_go_to_the_last_positions(queries, lens, count, shift):
 def test_narrow_is_the_nearest_value_that_fits(seed, scale, dtype):
     new = np.random.default_rng(seed).normal(size=(6, 2, 3)).astype(np.float32)
     scales = None if scale is None else jnp.asarray([scale, 2 * scale], jnp.float32)
-    held = paging.narrow(jnp.asarray(new), scales, jnp.dtype(dtype))
+    held = page_slots.narrow(jnp.asarray(new), scales, jnp.dtype(dtype))
     assert held.dtype == dtype
     wide = new if scale is None else new / np.asarray(scales)[:, None]
     info = jnp.iinfo(dtype) if dtype == "int8" else jnp.finfo(dtype)

@@ -365,7 +365,3 @@ def test_helpers():
     assert isinstance(padded, np.ndarray)
     np.testing.assert_array_equal(padded, [[1, 1, 1, -1, -1]] * 2)
     assert pairs.wide(jnp.bfloat16) == jnp.float32
-    assert pairs.precision(jnp.float32) == jax.lax.Precision.HIGHEST
-    assert pairs.precision(jnp.bfloat16) is None
-    with jax.default_matmul_precision("bfloat16"):
-        assert pairs.precision(jnp.float32) is None

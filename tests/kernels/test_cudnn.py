@@ -273,7 +273,7 @@ def through_cudnn(q, k, v, b=None):
         formula=SPEC.formula_fn(),
         differentiable=SPEC.differentiable,
         output_names=SPEC.outputs(args),
-        residual_names=SPEC.residuals,
+        residual_names=tuple(SPEC.residual_shapes(args)),
     )
     return autodiff.apply(rule, args)[0]
 

@@ -166,19 +166,19 @@ def test_token_by_token_and_chunks_have_the_same_gradients(name):
 
 
 def test_the_form_follows_the_length_and_a_tuner_tries_both():
-    spec = kernel_registry.spec("gla")
+    spec = kernel_registry.spec("linear_recurrence")
 
     def call(t, **gates):
         shape = jax.ShapeDtypeStruct((1, t, 2, 16), jnp.float32)
         qkv = dict.fromkeys(("query", "key", "value"), shape)
-        return spec.args(**qkv, **({"g": shape} if gates else {}), softmax_scale=0.25)
+        return spec.args(**qkv, **({"gk": shape} if gates else {}), softmax_scale=0.25)
 
     cpu = _device.find()
     assert cpu.kind == "cpu"
     assert config.heuristic(call(1), "bwd", cpu).recurrent
-    assert config.heuristic(call(4, g=True), "bwd", cpu).recurrent
+    assert config.heuristic(call(4, gk=True), "bwd", cpu).recurrent
     assert not config.heuristic(call(4), "fwd", cpu).recurrent
-    assert not config.heuristic(call(4096, g=True), "bwd", cpu).recurrent
+    assert not config.heuristic(call(4096, gk=True), "bwd", cpu).recurrent
     for t in (1, 16, 4096):
         assert {cfg.recurrent for cfg in config.candidates(call(t), "fwd", cpu)} == {True, False}
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ejkernel.errors import EjkernelWarning
+from ejkernel.kernels import _spec
 
 Window = tuple[int | None, int | None]
 
@@ -19,6 +20,20 @@ MASK_HINT = (
 )
 _INT32_MAX = 2**31 - 1
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def rows_of_queries(args: Any) -> tuple[int, int, int]:
+    """[b, h, t] of a call."""
+    batch, t, heads, _ = args.query.shape
+    return batch, heads, t
+
+
+LSE = _spec.Residual(
+    "lse",
+    "The natural logarithm of the sum of the exponentials of a query's scores, sinks included; "
+    "-inf for a query that sees no key.",
+    rows_of_queries,
+)
 
 
 def check_floats(op: str, **arrays: jax.Array) -> None:

@@ -111,7 +111,7 @@ SPEC = _spec.OpSpec(
     formula="ejkernel.kernels._xla.apply_native_sparse_attention.formula:"
     "apply_native_sparse_attention",
     differentiable=frozenset({"query", "key", "value", "softmax_scale"}),
-    residuals=("out", "lse", "selected"),
+    residuals=nsa.residuals_of(("out", "lse", "selected"), "the op", lambda args: True),
     cases=cases,
     padded=("packed_counts",),
     changes=changes,

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _derived, _spec
 from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
 
 
@@ -39,12 +39,19 @@ def canonicalize(values: dict[str, Any]) -> GLAArgs:
     return GLAArgs(**linear_recurrence.common("gla", values), **gates)
 
 
+def as_recurrence(args: GLAArgs) -> linear_recurrence.LinearRecurrenceArgs:
+    """The same call as one of `linear_recurrence`, whose `gk` is this op's `g`."""
+    shared = args.arrays() | args.statics()
+    shared["gk"] = shared.pop("g", None)
+    return linear_recurrence.LinearRecurrenceArgs(**shared)
+
+
 SPEC = _spec.OpSpec(
     name="gla",
     args=GLAArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.gla:gla",
-    formula="ejkernel.kernels._xla.gla.formula:gla",
+    lowers_to=_derived.Lowering(linear_recurrence.SPEC, as_recurrence, renamed={"g": "gk"}),
     differentiable=frozenset(
         {"query", "key", "value", "g", "g_gamma", "initial_state", "softmax_scale"}
     ),

@@ -181,6 +181,11 @@ def examples(args: GroupedMatmulArgs) -> dict[str, jax.Array]:
     return {"group_sizes": jnp.asarray(sizes, jnp.int32), "group_offset": jnp.zeros((), jnp.int32)}
 
 
+def twin(args: GroupedMatmulArgs, block: int) -> dict[str, int]:
+    """Four groups at most, and rows of two blocks and the call's own remainder."""
+    return {"b": 1, "g": 4, "groups": 4, "m": 2 * block + args.lhs.shape[-2] % block}
+
+
 # m, k, n, rows of the groups: odd sizes, empty groups, rows left over
 _SHAPES = {
     "uneven": (37, 24, 24, (5, 17, 0, 9)),
@@ -254,20 +259,6 @@ def changes() -> dict[str, dict[str, Any]]:
 class GroupedMatmulSpec(_spec.OpSpec):
     """Both forms have axes of their own."""
 
-    def reduced(self, args: GroupedMatmulArgs, block: int) -> GroupedMatmulArgs:
-        """Four groups at most, and rows of two blocks and the call's own remainder."""
-        m = args.lhs.shape[-2]
-        rows = min(m, 2 * block + m % block)
-        sizes = {"lhs": (rows,), "rhs": (4,), "group_sizes": (4,), "existing_out": (rows,)}
-        if args.lhs.ndim == 4:
-            sizes = {"lhs": (1, 4, rows), "rhs": (1, 4)}
-        shapes = {}
-        for name, array in args.arrays().items():
-            some = sizes.get(name, ())
-            cut = tuple(map(min, array.shape, some)) + array.shape[len(some) :]
-            shapes[name] = jax.ShapeDtypeStruct(cut, array.dtype)
-        return self.example(args.with_arrays(shapes))
-
     def layout(self, args: GroupedMatmulArgs) -> Layout:
         matrix = ("n", "k") if args.transpose_rhs else ("k", "n")
         if args.lhs.ndim == 4:
@@ -301,6 +292,7 @@ SPEC = GroupedMatmulSpec(
     padded=("plain", "empty_groups"),
     changes=changes,
     examples=examples,
+    twin=twin,
     config=GroupedMatmulConfig,
     scalars={"group_offset": lambda x: np.asarray(x, np.int32) if isinstance(x, int) else x},
     check=check_offset,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _derived, _spec
 from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
 
 KINDS = ("linear", "exponential")
@@ -64,7 +64,7 @@ def canonicalize(values: dict[str, Any]) -> LightningAttentionArgs:
             f"`lightning_decay(num_heads, layer_idx, num_layers)`; got {layer} and no `g_gamma`."
         )
     layer = {name: int(value) for name, value in layer.items()}
-    decays = decay(op, query.shape[2], **layer)
+    decays = decay(op, query.shape[2], layer["layer_idx"], layer["num_layers"])
     dtype = jnp.float64 if query.dtype.itemsize == 8 else jnp.float32
     return LightningAttentionArgs(**made, **layer, g_gamma=jnp.asarray(decays, dtype))
 
@@ -92,12 +92,19 @@ def publish(args: LightningAttentionArgs) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n != "g_gamma" or args.layer_idx is None}
 
 
+def as_recurrence(args: LightningAttentionArgs) -> linear_recurrence.LinearRecurrenceArgs:
+    """The same call as one of `linear_recurrence`; the layer is in the decays."""
+    shared = args.arrays() | args.statics()
+    del shared["layer_idx"], shared["num_layers"]
+    return linear_recurrence.LinearRecurrenceArgs(**shared)
+
+
 SPEC = _spec.OpSpec(
     name="lightning_attention",
     args=LightningAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.lightning_attention:lightning_attention",
-    formula="ejkernel.kernels._xla.lightning_attention.formula:lightning_attention",
+    lowers_to=_derived.Lowering(linear_recurrence.SPEC, as_recurrence),
     differentiable=frozenset(
         {"query", "key", "value", "g_gamma", "initial_state", "softmax_scale"}
     ),

@@ -185,6 +185,7 @@ SPEC = _spec.OpSpec(
     differentiable=frozenset(
         {"query", "key", "value", "g", "gk", "gv", "g_gamma", "initial_state", "softmax_scale"}
     ),
+    residuals=(),  # a backward computes the states between its own chunks again
     cases=_linear_cases.linear_recurrence,
     padded=("packed", "packed_reverse"),
     changes=_linear_cases.linear_recurrence_changes,

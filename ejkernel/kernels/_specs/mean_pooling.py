@@ -95,6 +95,13 @@ def examples(args: MeanPoolingArgs) -> dict[str, jax.Array]:
     return made
 
 
+def twin(args: MeanPoolingArgs, block: int) -> dict[str, int]:
+    """Two rows and heads, three sequences, and three chunks with the call's own remainder."""
+    t = args.inputs.shape[1]
+    size = block if args.chunk_size is None else min(args.chunk_size, max(t, 1))
+    return {"b": 2, "h": 2, "n1": 4, "t": 3 * size + t % size}
+
+
 _PACKED = (0, 5, 5, 6, 17, 21, 21)  # of 23 tokens: empty, single, and two tokens left over
 
 
@@ -174,6 +181,7 @@ SPEC = MeanPoolingSpec(
     padded=("mask_heads", "packed", "packed_chunks"),
     changes=changes,
     examples=examples,
+    twin=twin,
     config=MeanPoolingConfig,
     debug=check_values,
 )

@@ -44,6 +44,11 @@ def canonicalize(values: dict[str, Any]) -> MergeAttentionStatesArgs:
     return MergeAttentionStatesArgs(**made)
 
 
+def twin(args: MergeAttentionStatesArgs, block: int) -> dict[str, int]:
+    """One row, two heads, and two blocks of tokens with the call's own remainder."""
+    return {"b": 1, "h": 2, "t": 2 * block + args.out_a.shape[1] % block}
+
+
 def _values(empty: str, dtype: Any, key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, 4)
     out_a, out_b = (jax.random.normal(k, (2, 7, 3, 5)).astype(dtype) for k in keys[:2])
@@ -72,6 +77,7 @@ SPEC = _spec.OpSpec(
     outputs=lambda args: ("out", "lse"),
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
     cases=_cases,
+    twin=twin,
     config=MergeAttentionStatesConfig,
     shardable=frozenset({"b", "h", "t"}),
 )

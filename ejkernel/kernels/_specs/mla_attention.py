@@ -274,7 +274,7 @@ SPEC = _spec.OpSpec(
     ),
     outputs=lambda args: ("out", "lse") if args.return_lse else ("out",),
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
-    residuals=("lse",),
+    residuals=(_common.LSE,),
     cases=cases,
     padded=tuple(_attention_cases.PADDED),
     changes=changes,

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from ejkernel.ops.core.types import BwdParams, FwdParams
 
 _INT32_MAX = 2**31 - 1
 COUNT = 16
+WORD = 16  # bits in a number of the residual `selected`
 
 
 def default_scale(scale: float | None, args: Any) -> bool:
@@ -213,6 +215,65 @@ def twin(args: Any, block: int) -> dict[str, int]:
     return {"b": 1, "g": groups, "h": groups * repeat, "t": blocks * size + t % size}
 
 
+class Branches(NamedTuple):
+    """Which branches a call has."""
+
+    compressed: bool
+    selected: bool
+    window: bool
+
+
+def branches(args: NativeSparseAttentionArgs) -> Branches:
+    """Those with a gate; without gates, the selection."""
+    compressed, selected, window = (g is not None for g in (args.g_cmp, args.g_slc, args.g_swa))
+    return Branches(compressed, selected or not (compressed or window), window)
+
+
+def is_empty(args: Any) -> bool:
+    """Whether a call has nothing to compute."""
+    batch, t, heads, _ = args.query.shape
+    no_sequence = args.cu_seqlens is not None and args.cu_seqlens.shape[0] == 1
+    return 0 in (batch, t, heads) or no_sequence
+
+
+def num_blocks(args: Any) -> int:
+    """Blocks of a row; packed sequences each begin a new block, and need at most this many."""
+    t = args.query.shape[1]
+    if args.cu_seqlens is None:
+        return -(-t // args.block_size)
+    return t // args.block_size + args.cu_seqlens.shape[0] - 1
+
+
+def residuals_of(
+    names: Sequence[str], branch: str, has: Callable[[Any], bool]
+) -> tuple[_spec.Residual, ...]:
+    """Output, lse and, for a third name, chosen blocks of a branch; of shape [0] without it."""
+
+    def of(shape: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple[int, ...]]:
+        return lambda args: shape(args) if has(args) and not is_empty(args) else (0,)
+
+    def words(args: Any) -> tuple[int, ...]:
+        batch, t, groups, _ = args.key.shape
+        return batch, groups, t, -(-num_blocks(args) // WORD)
+
+    out = _spec.Residual(
+        names[0],
+        f"The output of {branch}, without its gate.",
+        of(lambda args: (*args.query.shape[:3], args.value.shape[-1])),
+        lambda args: args.query.dtype,
+    )
+    meaning = f"The lse of {branch}, as in `flash_attention`."
+    made = [out, _spec.Residual(names[1], meaning, of(_common.rows_of_queries))]
+    for name in names[2:]:
+        meaning = (
+            f"The blocks that the queries of a key head see: bit i of number j, a whole number in "
+            f"float32, is block {WORD} * j + i. Blocks are numbered along the row; each packed "
+            "sequence begins a new one."
+        )
+        made.append(_spec.Residual(name, meaning, of(words), lambda args: jnp.dtype(jnp.float32)))
+    return tuple(made)
+
+
 def localize(args: Any, offsets: dict[str, jax.Array]) -> Any:
     """Packed sequences are one row: there is no batch to split."""
     if args.cu_seqlens is not None and "b" in offsets:
@@ -335,9 +396,16 @@ SPEC = _spec.OpSpec(
     reference="ejkernel.kernels._reference.native_sparse_attention:native_sparse_attention",
     formula="ejkernel.kernels._xla.native_sparse_attention.formula:native_sparse_attention",
     differentiable=frozenset({"query", "key", "value", "g_cmp", "g_slc", "g_swa", "softmax_scale"}),
-    # of the selected branch its output, lse [b, h, t] and chosen blocks as bits [b, g, t, words]
-    # (16 to a word, a whole number in float32), and of the window its output and lse
-    residuals=("slc_out", "slc_lse", "selected", "swa_out", "swa_lse"),
+    residuals=(
+        *residuals_of(
+            ("slc_out", "slc_lse", "selected"),
+            "the selected branch",
+            lambda args: branches(args).selected,
+        ),
+        *residuals_of(
+            ("swa_out", "swa_lse"), "the sliding window", lambda args: branches(args).window
+        ),
+    ),
     cases=cases,
     padded=("packed",),
     changes=changes,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _paged, page_attention, ragged_page_attention
+from ejkernel.kernels import _derived, _spec
+from ejkernel.kernels._shared import page_slots
+from ejkernel.kernels._specs import (
+    _common,
+    _paged,
+    page_attention,
+    ragged_page_attention,
+    update_kv_pages,
+)
 from ejkernel.ops.core.types import FwdParams
 
 
@@ -70,6 +78,11 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionV3Args:
         raise ValueError(
             f"`{op}`: `kv_pages` must have {2 * num_kv_heads} heads, keys and values of each head "
             f"of `keys` in turn; got {double}."
+        )
+    if (places := math.prod(floats["kv_pages"].shape[:2])) > 2**31 - 1:
+        raise ValueError(
+            f"`{op}`: `kv_pages` must have fewer than 2**31 slots, which are numbered in 32 bits; "
+            f"got {places}. Split the pages, and the sequences over them, into several calls."
         )
     count = integers["kv_lens"].shape[0]
     for name, size, rule in (
@@ -197,11 +210,56 @@ def outputs(args: RaggedPageAttentionV3Args) -> tuple[str, ...]:
     return ("out", "kv_pages", "lse") if args.return_lse else ("out", "kv_pages")
 
 
+def as_update(args: RaggedPageAttentionV3Args) -> update_kv_pages.UpdateKVPagesArgs:
+    """The write of a step: its tokens as the pages hold them, and their slots."""
+    dtype = args.kv_pages.dtype
+    return update_kv_pages.UpdateKVPagesArgs(
+        kv_pages=args.kv_pages,
+        keys=page_slots.narrow(args.keys, args.k_scale, dtype),
+        values=page_slots.narrow(args.values, args.v_scale, dtype),
+        slot_mapping=page_slots.slots(
+            args.query_start_loc,
+            args.kv_lens,
+            args.distribution[2],
+            args.block_tables,
+            args.keys.shape[0],
+            args.kv_pages.shape[:2],
+        ),
+    )
+
+
+_SHARED = [f.name for f in dataclasses.fields(ragged_page_attention.RaggedPageAttentionArgs)]
+
+
+def as_attention(
+    args: RaggedPageAttentionV3Args,
+) -> ragged_page_attention.RaggedPageAttentionArgs:
+    """The attention of a step, over the pages of `args`."""
+    shared = {name: getattr(args, name) for name in _SHARED if hasattr(args, name)}
+    lens, ends = args.kv_lens, args.distribution
+    return ragged_page_attention.RaggedPageAttentionArgs(
+        **shared, context_lens=lens, num_seqs=ends[2:]
+    )
+
+
+# The write comes first, so attention reads tokens as the pages hold them, rounded to their dtype.
+LOWERING = _derived.Lowering(
+    ragged_page_attention.SPEC,
+    as_attention,
+    before=_derived.Step(
+        update_kv_pages.SPEC,
+        as_update,
+        absorb=lambda args, outputs: args.with_arrays({"kv_pages": outputs[0]}),
+    ),
+    outputs=lambda args, outputs: (outputs[0], args.kv_pages, *outputs[1:]),
+)
+
 SPEC = ragged_page_attention.PagedSpec(
     name="ragged_page_attention_v3",
     args=RaggedPageAttentionV3Args,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.ragged_page_attention_v3:ragged_page_attention_v3",
+    lowers_to=LOWERING,
     differentiable=frozenset(),
     outputs=outputs,
     output_axes={

@@ -21,6 +21,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softsign": jax.nn.soft_sign,
     "identity": lambda x: x,
 }
+# Columns that a cell keeps of a step for its backward, in units of the state's columns.
+KEPT = {"lstm": 4, "gru": 4, "rnn": 1}
 _TORCH_NAMES = {
     "w_ih": "weight_ih_l0",
     "w_hh": "weight_hh_l0",
@@ -250,6 +252,11 @@ def finish(args: RecurrentArgs, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return (outputs[0], outputs[1:] if args.cell is not None else outputs[1])
 
 
+def twin(args: RecurrentArgs, block: int) -> dict[str, int]:
+    """Two rows, and two blocks of steps with the call's own remainder; all features."""
+    return {"b": 2, "t": 2 * block + args.inputs.shape[1] % block}
+
+
 def check_values(values: dict[str, Any]) -> None:
     """Checks known lengths, for `EJKERNEL_DEBUG`."""
     lengths, t = _spec.known(values["lengths"]), values["inputs"].shape[1]
@@ -258,6 +265,36 @@ def check_values(values: dict[str, Any]) -> None:
             f"`{OP}`: `lengths` must be from 0 to the {t} steps of `inputs`; got "
             f"{_spec.brief(lengths)}."
         )
+
+
+def _of_steps(units: Callable[[RecurrentArgs], int | None]) -> Callable[..., Any]:
+    """[b, t, p * units * d], the columns of one direction after those of the other."""
+
+    def shape(args: RecurrentArgs) -> tuple[int, ...] | None:
+        (batch, t, _), count = args.inputs.shape, units(args)
+        width = len(directions(args)) * args.w_hh.shape[2]
+        return None if count is None else (batch, t, count * width)
+
+    return shape
+
+
+# Rows are in the order of `inputs`, also for a direction that runs from the last step to the first.
+# Steps beyond `lengths` hold finite numbers, whatever they are.
+RESIDUALS = (
+    _spec.Residual("states", "The hidden state before each step.", _of_steps(lambda args: 1)),
+    _spec.Residual(
+        "gates",
+        "What each step computes from the projections x (inputs) and y (state), both with their "
+        "biases, before any activation. lstm: x + y, in the order i, f, g, o. gru: x + y of r and "
+        "z, then x of n, then y of n. rnn: x + y.",
+        _of_steps(lambda args: KEPT[args.cell_type]),
+    ),
+    _spec.Residual(
+        "cells",
+        "The cell state before each step; of an lstm alone.",
+        _of_steps(lambda args: 1 if args.cell_type == "lstm" else None),
+    ),
+)
 
 
 class RecurrentSpec(_spec.OpSpec):
@@ -289,11 +326,12 @@ SPEC = RecurrentSpec(
     differentiable=frozenset({"inputs", "hidden", "cell", "w_ih", "w_hh", "b_ih", "b_hh"}),
     outputs=lambda args: ("out", "hidden") if args.cell is None else ("out", "hidden", "cell"),
     output_axes={},
-    residuals=("states", "gates", "cells"),
+    residuals=RESIDUALS,
     cases=_recurrent_cases.cases,
     padded=("cover00",),
     changes=_recurrent_cases.changes,
     examples=_recurrent_cases.examples,
+    twin=twin,
     config=RecurrentConfig,
     debug=check_values,
 )

@@ -61,6 +61,13 @@ def examples(args: SampledMatmulArgs) -> dict[str, jax.Array]:
     return {"rows": jnp.asarray(rows), "cols": jnp.asarray(cols)}
 
 
+def twin(args: SampledMatmulArgs, block: int) -> dict[str, int]:
+    """Nine blocks of a product of three by three, with the call's own remainders."""
+    size = args.block_size
+    m, n = args.lhs.shape[0], args.rhs.shape[1]
+    return {"nnz": 9, "m": 3 * size + m % size, "n": 3 * size + n % size}
+
+
 # nnz, block size, m, k, n: whole blocks, partial last ones, a block larger than the product
 _SHAPES = {
     "whole": (7, 8, 40, 12, 24),
@@ -103,6 +110,7 @@ SPEC = _spec.OpSpec(
     output_axes={"out": ("nnz", "i", "j")},
     cases=cases,
     examples=examples,
+    twin=twin,
     config=SampledMatmulConfig,
     check=check_values,
     instead="give each device the places of its own rows",

@@ -66,6 +66,21 @@ def examples(args: SparseMatmulArgs) -> dict[str, jax.Array]:
     return {"rows": jnp.asarray(rows), "cols": jnp.asarray(cols)}
 
 
+def twin(args: SparseMatmulArgs, block: int) -> dict[str, int]:
+    """Nine blocks, and the rows of `dense` that `shape` has."""
+    return {"nnz": 9, "k": args.shape[1]}
+
+
+class SparseMatmulSpec(_spec.OpSpec):
+    """Its option `shape` is a size, and small in a small call."""
+
+    def reduced(self, args: Any, block: int) -> Any:
+        """A matrix of three by three blocks, with the call's own remainders."""
+        size = args.blocks.shape[1]
+        rows, columns = (min(n, 3 * size + n % size) for n in args.shape)
+        return super().reduced(dataclasses.replace(args, shape=(rows, columns)), block)
+
+
 # nnz, block size, m, k, n: whole blocks, partial last ones, a block larger than the matrix
 _SHAPES = {
     "whole": (7, 8, 40, 24, 12),
@@ -103,7 +118,7 @@ def cases() -> tuple[_spec.Case, ...]:
     )
 
 
-SPEC = _spec.OpSpec(
+SPEC = SparseMatmulSpec(
     name=OP,
     args=SparseMatmulArgs,
     canonicalize=canonicalize,
@@ -114,6 +129,7 @@ SPEC = _spec.OpSpec(
     output_axes={"out": ("m", "n")},
     cases=cases,
     examples=examples,
+    twin=twin,
     config=SparseMatmulConfig,
     check=check_values,
     shardable=frozenset({"n"}),

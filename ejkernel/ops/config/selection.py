@@ -143,14 +143,14 @@ class ConfigSelectorChain(ConfigChooser):
             return None
         inv, own = search.inv, []
         if self.persistent is not None:
-            own = self.persistent.rows(op=inv.kernel.name, device=inv.device_fingerprint)
+            own = self.persistent.rows(op=inv.op, device=inv.device_fingerprint)
         near = table.near(inv, search.able, own, search.current)
         return search.stored(near, "persistent", "near calls")
 
     def _read(self, inv: Invocation) -> Stored | None:
         if self.persistent is None:
             return None
-        where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
+        where = {"op": inv.op, "device": inv.device_fingerprint}
         record = self.persistent.read(inv.key, **where)
         if record is None:
             return None
@@ -203,7 +203,10 @@ class ConfigSelectorChain(ConfigChooser):
             whole = earlier if earlier is not None and earlier.complete else None
             # a whole result is replaced by another one only, not by the beginning of one
             save = (lambda stored: None) if whole is not None else self._save_partial(inv)
-            result = self._get_tuner().tune(inv, search.able, budget_s, known=known, save=save)
+            # a call that becomes one of another op is measured as that one, which its row is of
+            there = inv.keyed
+            able = search.able if there is inv else sort_out(there)[0]
+            result = self._get_tuner().tune(there, able, budget_s, known=known, save=save)
             self.failures[inv.key] = dict(result.failures)
             if whole is not None and caches.CUT_SHORT in result.failures.values():
                 if (choice := search.stored(whole, "persistent")) is not None:
@@ -230,7 +233,7 @@ class ConfigSelectorChain(ConfigChooser):
 
     def _save(self, inv: Invocation, stored: Stored) -> None:
         if self.persistent is not None:
-            where = {"op": inv.kernel.name, "device": inv.device_fingerprint}
+            where = {"op": inv.op, "device": inv.device_fingerprint}
             self.persistent.put(inv.key, stored, call=inv.document, **where)
 
 

@@ -57,7 +57,7 @@ def slug(device: str) -> str:
 def exact(inv: Invocation, able: Sequence[Implementation]) -> Stored | None:
     """What the shipped row of this very call says."""
     mine, device = _call(inv.document), _model(inv)
-    for row in rows(device, inv.kernel.name):
+    for row in rows(device, inv.op):
         if _call(row.call) == mine and (stored := _stored(inv, row, able, _shipped(device))):
             return stored
     return None
@@ -79,9 +79,9 @@ def near(
       holds: Whether a row is up to date.
     """
     mine, device = _call(inv.document), _model(inv)
-    layout = inv.kernel.layout(inv.call)
+    layout = inv.keyed.kernel.layout(inv.keyed.call)
     axes = None if layout is None else layout.arrays
-    shipped = rows(device, inv.kernel.name)
+    shipped = rows(device, inv.op)
     if axes is None:  # sizes that nobody names may be those of heads
         own = ()
 
@@ -99,7 +99,7 @@ def near(
 def guess(inv: Invocation, able: Sequence[Implementation]) -> Stored | None:
     """The row of the nearest shape on this device, else on a device of the same architecture."""
     for device in (_model(inv), *_siblings(inv)):
-        shipped = ((row, _shipped(device)) for row in rows(device, inv.kernel.name))
+        shipped = ((row, _shipped(device)) for row in rows(device, inv.op))
         if (stored := next(_nearest(inv, shipped, able), None)) is not None:
             return stored
     return None

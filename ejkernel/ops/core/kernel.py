@@ -119,8 +119,20 @@ class Invocation(Generic[Cfg, Out]):
         return fingerprint.device_fingerprint(self.target)
 
     @functools.cached_property
+    def keyed(self) -> "Invocation":
+        """The call whose key this one uses: itself, or the call of another op that it becomes."""
+        return self.kernel.keyed(self)
+
+    @property
+    def op(self) -> str:
+        """The op under which configurations of this call are remembered."""
+        return self.document["op"]
+
+    @functools.cached_property
     def document(self) -> dict[str, Any]:
         """Everything that tells this call from others, as plain values."""
+        if self.keyed is not self:
+            return self.keyed.document
         return fingerprint.document(
             op=self.kernel.name,
             direction=self.direction,
@@ -218,6 +230,14 @@ class Kernel(Generic[Cfg, Out]):
             "output_names": (),
             "residual_names": (),
         }
+
+    def keyed(self, inv: Invocation) -> Invocation:
+        """The call that an invocation is remembered and measured as.
+
+        An op whose calls become calls of another op returns that op's invocation, so that both
+        share their measured configurations.
+        """
+        return inv
 
     def example_inputs(self, inv: Invocation) -> Any:
         """Concrete arguments like those of a call, to measure it on; never zeros.

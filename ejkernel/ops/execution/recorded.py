@@ -74,7 +74,7 @@ def autotune(
       budget_s: Seconds for all.
       **kwargs: The kernel's keyword arguments.
     """
-    inv = default_executor().invocation(kernel, *args, **kwargs)
+    inv = default_executor().invocation(kernel, *args, **kwargs).keyed
     able, _ = sort_out(inv)
     if configs is not None and len(configs) == 0:
         raise ValueError("`autotune`: `configs` is empty.")

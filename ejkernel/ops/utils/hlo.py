@@ -26,7 +26,7 @@ class Label:
     name: str
     kind: str  # "label", "hash" or "json"
     key: str | None = None
-    document: Any = None  # of a json stamp: {"call": …, "choice": …}
+    document: Any = None  # of a json stamp: {"op": …, "call": …, "choice": …}
 
 
 class label(contextlib.ContextDecorator):
@@ -80,6 +80,7 @@ def stamp(inv: Any, choice: Any) -> Iterator[None]:
             scopes.enter_context(jax.named_scope(_scope("hash", f"{inv.kernel.name}:{inv.key}")))
         elif mode == "json":
             document = {
+                "op": inv.kernel.name,
                 "call": inv.document,
                 "choice": {
                     "implementation": choice.implementation.name,
@@ -113,7 +114,7 @@ def _parse(kind: str, body: str) -> Label:
 
         document = json.loads(body)
         call = document["call"]
-        return Label(call["op"], kind, fingerprint.key(call), document)
+        return Label(document.get("op", call["op"]), kind, fingerprint.key(call), document)
     return Label(body, kind)
 
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ejkernel.kernels._triton._blocks import table
-from ejkernel.xla_utils import segments
+from ejkernel.xla_utils import positions
 
 Window = tuple[int | None, int | None]
 
@@ -36,32 +35,10 @@ class Tokens:
 
 def tokens(args: Any) -> Tokens:
     """The positions and ids of an attention call."""
-    batch, t = args.query.shape[:2]
-    s = args.key.shape[1]
-    q_pos = k_pos = None
-    ids = []
-    if args.cum_seqlens_q is not None and batch > 1:
-        len_q, len_k = jnp.diff(args.cum_seqlens_q), jnp.diff(args.cum_seqlens_k)
-        q_pos = jnp.arange(t, dtype=jnp.int32)[None] + (len_k - len_q)[:, None]
-        ids.append(
-            (segments.lengths_to_segment_ids(len_q, t), segments.lengths_to_segment_ids(len_k, s))
-        )
-    elif args.cum_seqlens_q is not None:
-        cum_q, cum_k = args.cum_seqlens_q, args.cum_seqlens_k
-        q_pos = segments.cu_seqlens_to_query_positions(cum_q, cum_k, t)[None]
-        k_pos = segments.cu_seqlens_to_positions(cum_k, s)[None]
-        q_ids = segments.cu_seqlens_to_segment_ids(cum_q, t)[None]
-        ids.append((q_ids, segments.cu_seqlens_to_segment_ids(cum_k, s)[None]))
-    if args.q_segment_ids is not None:
-        ids.append((args.q_segment_ids, args.kv_segment_ids))
-    if args.q_positions is not None:
-        q_pos = args.q_positions
-    if args.kv_positions is not None:
-        k_pos = args.kv_positions
-    if q_pos is not None or k_pos is not None:  # kernels take both or none
-        q_pos = jnp.arange(t, dtype=jnp.int32)[None] + s - t if q_pos is None else q_pos
-        k_pos = jnp.arange(s, dtype=jnp.int32)[None] if k_pos is None else k_pos
-    return Tokens(t, s, s - t, q_pos, k_pos, tuple(ids))
+    t, s = args.query.shape[1], args.key.shape[1]
+    made = positions.of_attention(args)
+    # kernels take the positions of both sides, or none
+    return Tokens(t, s, s - t, *made.both_or_none(t, s), made.ids)
 
 
 def key_table(of: Tokens, window: Window, block_q: int, block_k: int) -> jax.Array | None:

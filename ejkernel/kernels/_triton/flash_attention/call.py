@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.callib import next_power_of_2, strides_from_shape
+from ejkernel.kernels._shared import precision
 from ejkernel.kernels._triton._blocks import ranges
 from ejkernel.kernels._triton.flash_attention import config
 
@@ -15,14 +16,6 @@ from ejkernel.kernels._triton.flash_attention import config
 # Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
 LOOSE = ("offset", "left", "right", "num_sinks", "span", "num_flags", "flag_rows")
 _LOG2_E = 1.4426950408889634
-# names of `jax.default_matmul_precision` for no more than TF32 gives
-_LOW_PRECISION = frozenset(
-    {
-        *("default", "high", "bfloat16", "tensorfloat32", "TF32_TF32_F32"),
-        *("F16_F16_F16", "F16_F16_F32", "BF16_BF16_BF16", "BF16_BF16_F32"),
-        *(f"ANY_F8_ANY_F8_{x}" for x in ("F32", "F32_FAST_ACCUM", "ANY", "ANY_FAST_ACCUM")),
-    }
-)
 # where a cap of half precision may err by 2.4e-6 times itself: see `pairs.below_cap`
 _LOW_CAP, _HIGH_CAP = 2.0**-6, 256.0
 # up to 4096 tokens up to 5 % faster on an H200, at 16384 up to 6 % slower (docs/measured.md)
@@ -30,10 +23,11 @@ _TURNS, _TURNS_LENGTH = 32, 4096
 
 
 def dot_precision(dtype: Any) -> str:
-    """float32 products stay float32 unless the user lowered `jax.default_matmul_precision`."""
+    """What a product asks Triton for, which has nothing below TensorFloat-32."""
     if jnp.dtype(dtype) != jnp.float32:
         return "ieee"  # without effect on narrower inputs
-    return "tf32" if jax.config.jax_default_matmul_precision in _LOW_PRECISION else "ieee"
+    exact = precision.dot_precision(dtype) == jax.lax.Precision.HIGHEST
+    return "ieee" if exact else "tf32"
 
 
 class Call:

@@ -137,42 +137,6 @@ def _join(x: jax.Array) -> jax.Array:
     return x.transpose(0, 2, 1, 3, 4).reshape(batch, groups, count * size, width)
 
 
-def places(
-    starts: jax.Array, lens: jax.Array, count: jax.Array, tokens: int
-) -> tuple[jax.Array, jax.Array]:
-    """Sequence and position of each packed token, [tokens]; position -1 for tokens of none.
-
-    A sequence's tokens are the last of its length; only the first `count` sequences have any.
-    """
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    starts = jnp.clip(starts, 0, tokens)
-    index = jnp.arange(lens.shape[0], dtype=jnp.int32)
-    # sequences that do not count may start anywhere
-    ends = jnp.where(index < count, starts[1:], tokens + 1)
-    owner = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
-    real = (owner < jnp.minimum(count, lens.shape[0])) & (token >= starts[0])
-    owner = jnp.minimum(owner, lens.shape[0] - 1)
-    position = lens[owner] - (starts[owner + 1] - token)
-    return owner, jnp.where(real & (position >= 0), position, -1)
-
-
-def narrow(new: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    """Tokens [n, g, d] as a cache of a dtype holds them: divided by the scale, then rounded.
-
-    What is too large for int8 or float8 becomes the largest that fits.
-    """
-    new = new.astype(wide(new.dtype))
-    if scale is not None:
-        new = new / scale.astype(new.dtype)[None, :, None]
-    if jnp.issubdtype(dtype, jnp.integer):
-        new, limits = jnp.round(new), jnp.iinfo(dtype)
-    else:
-        limits = jnp.finfo(dtype)
-    if jnp.dtype(dtype).itemsize == 1:
-        new = jnp.clip(new, float(limits.min), float(limits.max))
-    return new.astype(dtype)
-
-
 def write(cache: jax.Array, slots: jax.Array, new: jax.Array, axis: int) -> jax.Array:
     """Pages with new tokens [n, …]; `axis` is that of a page's slots. Slots outside are dropped."""
     num_pages, size = cache.shape[0], max(cache.shape[axis], 1)

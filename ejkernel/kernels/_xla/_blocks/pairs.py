@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _attention
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._xla._blocks import loops, philox, ranges
-from ejkernel.xla_utils import segments
+from ejkernel.xla_utils import positions
 
 
 class Tile(NamedTuple):
@@ -33,13 +34,6 @@ class Blocks(NamedTuple):
     k: int
 
 
-def precision(dtype: Any) -> jax.lax.Precision | None:
-    """float32 is computed in float32 unless the user lowered `jax.default_matmul_precision`."""
-    if jnp.dtype(dtype).itemsize < 4 or jax.config.jax_default_matmul_precision is not None:
-        return None
-    return jax.lax.Precision.HIGHEST
-
-
 def wide(dtype: Any) -> Any:
     """The dtype of logits and sums."""
     return jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32
@@ -51,7 +45,7 @@ def multiply(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     With a transposed factor and batch axes, XLA on CPU refuses bfloat16 x bfloat16 = float32 at run
     time ("Unsupported element type for DotThunk"); widened factors have the same products.
     """
-    dtype, exact = wide(a.dtype), precision(a.dtype)
+    dtype, exact = wide(a.dtype), xla_precision(a.dtype)
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=dtype)
@@ -133,35 +127,11 @@ class Pairs:
 
     def _positions(self) -> tuple[Any, Any, list[tuple[Any, Any]]]:
         """Positions [b or 1, T] and [b or 1, S], and ids that must be equal and not negative."""
-        args, t, s = self.args, self.t, self.s
-        q_pos: Any = np.arange(t, dtype=np.int32)[None] + np.int32(s - t)
-        k_pos: Any = np.arange(s, dtype=np.int32)[None]
-        ids = []
-        if args.cum_seqlens_q is not None and self.batch > 1:
-            len_q, len_k = jnp.diff(args.cum_seqlens_q), jnp.diff(args.cum_seqlens_k)
-            q_pos = jnp.arange(t, dtype=jnp.int32)[None] + (len_k - len_q)[:, None]
-            ids.append(
-                (
-                    segments.lengths_to_segment_ids(len_q, t),
-                    segments.lengths_to_segment_ids(len_k, s),
-                )
-            )
-        elif args.cum_seqlens_q is not None:
-            cum_q, cum_k = args.cum_seqlens_q, args.cum_seqlens_k
-            q_pos = segments.cu_seqlens_to_query_positions(cum_q, cum_k, t)[None]
-            k_pos = segments.cu_seqlens_to_positions(cum_k, s)[None]
-            ids.append(
-                (
-                    segments.cu_seqlens_to_segment_ids(cum_q, t)[None],
-                    segments.cu_seqlens_to_segment_ids(cum_k, s)[None],
-                )
-            )
-        if args.q_segment_ids is not None:
-            ids.append((args.q_segment_ids, args.kv_segment_ids))
-        if args.q_positions is not None:
-            q_pos = args.q_positions
-        if args.kv_positions is not None:
-            k_pos = args.kv_positions
+        t, s = self.t, self.s
+        tokens = positions.of_attention(self.args)
+        # NumPy, where the index tells: tables of such positions are known while tracing
+        q_pos, k_pos = tokens.both(t, s, np)
+        ids: list[tuple[Any, Any]] = list(tokens.ids)
         if not ids and (self.padded_t != t or self.padded_s != s):
             ids.append((np.zeros((1, t), np.int32), np.zeros((1, s), np.int32)))
         ids = [(pad(q, 1, self.padded_t, -1), pad(k, 1, self.padded_s, -1)) for q, k in ids]

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile, finite, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile, finite, wide
 
 _ROWS = 256
 
@@ -44,7 +45,7 @@ def attend(
     )
     bad_q = pairs.queries(poison["q"][..., None])[..., 0]  # [b, g, r, T]
     bad_k = pairs.keys((poison["k"] + poison["v"])[..., None])[..., 0]  # [b, g, S]
-    exact = precision(q.dtype)
+    exact = xla_precision(q.dtype)
 
     @jax.checkpoint
     def block(i: Any) -> tuple[jax.Array, ...]:

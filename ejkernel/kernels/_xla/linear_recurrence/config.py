@@ -35,8 +35,7 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
     11, 26.
     """
     t, d, e = args.query.shape[1], args.query.shape[-1], args.value.shape[-1]
-    gates = (getattr(args, name, None) for name in ("g", "gk", "gv"))
-    by_element = any(gate is not None and gate.ndim == 4 for gate in gates)
+    by_element = args.gk is not None or args.gv is not None
     if t <= (4 if by_element else 1):
         return Config(recurrent=True)
     if target.kind != "cpu":

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.kernels._xla._blocks import chunks, loops
-from ejkernel.kernels._xla._blocks.pairs import precision, wide
+from ejkernel.kernels._xla._blocks.pairs import wide
 from ejkernel.kernels._xla.linear_recurrence import chunk, config, recurrent
 
 
@@ -84,7 +85,7 @@ def make_plan(args: Any, cfg: config.Config) -> Plan:
     at_once = 1 if cfg.recurrent else cfg.block_n
     size = config.chunk_size(args, cfg)
     cut = chunks.Chunks(args.query.shape[1], size, at_once, args.cu_seqlens, args.reverse)
-    return Plan(cut, cfg.recurrent, precision(wide(args.query.dtype)))
+    return Plan(cut, cfg.recurrent, xla_precision(wide(args.query.dtype)))
 
 
 def operands(args: Any, cut: chunks.Chunks) -> chunk.Operands:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._xla._blocks.pairs import finite, precision, wide
+from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._xla._blocks.pairs import finite, wide
 from ejkernel.kernels._xla.flash_attention import formula
 
 
@@ -24,7 +25,7 @@ def mla_attention(args: Any) -> tuple[jax.Array, ...]:
             "bsl,lgd->bsgd",
             latent,
             weights,
-            precision=precision(dtype),
+            precision=xla_precision(dtype),
             preferred_element_type=wide(dtype),
         )
         # a latent that is not finite spoils who sees it, and nothing else

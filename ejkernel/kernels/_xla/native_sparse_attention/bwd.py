@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import finite, multiply, pad, precision
+from ejkernel.kernels._xla._blocks.pairs import finite, multiply, pad
 from ejkernel.kernels._xla.flash_attention import bwd as flash
 from ejkernel.kernels._xla.native_sparse_attention import config, fwd, schedule, select, table
 from ejkernel.kernels._xla.native_sparse_attention.fwd import Operands
@@ -26,10 +28,10 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    if fwd.is_empty(args):
+    if spec.is_empty(args):
         return {name: jnp.zeros_like(getattr(args, name)) for name in wanted}
     args = fwd.without_padding(args)
-    have, x = fwd.branches(args), Operands(args)
+    have, x = spec.branches(args), Operands(args)
     dout = cotangents[0].astype(x.dtype)
     grads: dict[str, Any] = {}
     parts, scaled = [], []  # and the gradients of scaled queries
@@ -87,7 +89,7 @@ def _compressed(x: Operands, cfg: config.Config, gate: jax.Array, dout: jax.Arra
     tokens = table.padded(x.table.tokens, count * tile)
     q, gate, dout = (pad(a.astype(x.dtype), 1, count * tile) for a in (x.q, gate, dout))
     kc, vc = x.means()
-    exact = precision(x.dtype)
+    exact = xla_precision(x.dtype)
 
     def row(m: Any) -> Any:
         def part(state: Any, i: Any) -> Any:

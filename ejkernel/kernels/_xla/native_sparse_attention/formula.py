@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import pad, precision
+from ejkernel.kernels._xla._blocks.pairs import pad
 from ejkernel.kernels._xla.native_sparse_attention import fwd, select, table
 
 _ROWS = 256
@@ -18,10 +20,10 @@ _ROWS = 256
 
 def native_sparse_attention(args: Any) -> tuple[jax.Array]:
     """Outputs of `native_sparse_attention`."""
-    if fwd.is_empty(args):
+    if spec.is_empty(args):
         return (jnp.zeros((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype),)
     args = fwd.without_padding(args)
-    have, x = fwd.branches(args), fwd.Operands(args)
+    have, x = spec.branches(args), fwd.Operands(args)
     size = min(_ROWS, x.t)
     count = -(-x.t // size)
 
@@ -51,7 +53,7 @@ def native_sparse_attention(args: Any) -> tuple[jax.Array]:
         weights = fwd.compressed_weights(x, q_rows.astype(x.dtype), kc[m], fwd.completed(here, x.n))
         out = jnp.zeros((size, x.repeat, x.e), x.dtype)
         if have.compressed:
-            values = jnp.einsum("trn,ne->tre", weights, vc[m], precision=precision(x.dtype))
+            values = jnp.einsum("trn,ne->tre", weights, vc[m], precision=xla_precision(x.dtype))
             out = out + gate[0] * values
         position = (i * size + jnp.arange(size, dtype=jnp.int32))[:, None]
         key = jnp.arange(x.t, dtype=jnp.int32)[None]
@@ -76,7 +78,7 @@ def native_sparse_attention(args: Any) -> tuple[jax.Array]:
 
 def _dense(x: fwd.Operands, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
     """Attention of queries [t, r, d] over the keys [t, s] that they see."""
-    exact = precision(q.dtype)
+    exact = xla_precision(q.dtype)
     dots = jnp.einsum("trd,sd->trs", q, k, precision=exact, preferred_element_type=x.dtype)
     logits = jnp.where(seen[:, None], dots * x.args.softmax_scale, -jnp.inf)
     peak = softmax.shift(jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True)))

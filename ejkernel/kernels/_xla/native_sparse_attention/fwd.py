@@ -11,31 +11,19 @@ Layout inside: [m, t, r, d], m batch rows times key heads, r query heads to a ke
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._specs.flash_attention import FlashAttentionArgs
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import multiply, pad, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import multiply, pad, wide
 from ejkernel.kernels._xla.flash_attention import fwd as flash
 from ejkernel.kernels._xla.native_sparse_attention import config, schedule, select, table
 from ejkernel.xla_utils import segments
-
-
-class Branches(NamedTuple):
-    """Which branches a call has."""
-
-    compressed: bool
-    selected: bool
-    window: bool
-
-
-def branches(args: Any) -> Branches:
-    """Those with a gate; without gates, the selection."""
-    compressed, selected, window = (g is not None for g in (args.g_cmp, args.g_slc, args.g_swa))
-    return Branches(compressed, selected or not (compressed or window), window)
 
 
 def without_padding(args: Any) -> Any:
@@ -49,13 +37,6 @@ def without_padding(args: Any) -> Any:
         args,
         **{name: g if g is None else jnp.where(inside, g, 0) for name, g in gates.items()},
     )
-
-
-def is_empty(args: Any) -> bool:
-    """Whether a call has nothing to compute."""
-    batch, t, heads, _ = args.query.shape
-    no_sequence = args.cu_seqlens is not None and args.cu_seqlens.shape[0] == 1
-    return 0 in (batch, t, heads) or no_sequence
 
 
 class Operands:
@@ -119,12 +100,12 @@ class Operands:
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[jax.Array, ...]]:
     """The output; residuals are named in the spec, those of absent branches are empty."""
-    args, have = without_padding(args), branches(args)
+    args, have = without_padding(args), spec.branches(args)
     out_shape = (*args.query.shape[:3], args.value.shape[-1])
-    out = loops.vary_like(jnp.zeros(out_shape, wide(args.query.dtype)), args.query)
-    none = loops.vary_like(jnp.zeros(0, out.dtype), args.query)
-    residuals = [none] * 5
-    if is_empty(args):
+    out = jnp.zeros(out_shape, wide(args.query.dtype))
+    residuals = [jnp.zeros(0, x.dtype) for x in spec.SPEC.residual_shapes(args).values()]
+    out, *residuals = loops.vary_like([out, *residuals], args.query)
+    if spec.is_empty(args):
         return (out.astype(args.query.dtype),), tuple(residuals)
     x = Operands(args)
     compressed, bits = _score(x, cfg, have)
@@ -166,7 +147,7 @@ def as_window(args: Any) -> FlashAttentionArgs:
 
 def compressed_weights(x: Operands, q: jax.Array, kc: jax.Array, seen: jax.Array) -> jax.Array:
     """Softmax weights [t, r, n] of queries [t, r, d] over mean keys [n, d]; 0 if none is seen."""
-    dots = jnp.einsum("trd,nd->trn", q, kc, precision=precision(x.dtype))
+    dots = jnp.einsum("trd,nd->trn", q, kc, precision=xla_precision(x.dtype))
     logits = jnp.where(seen[:, None], dots * x.args.softmax_scale, -jnp.inf)
     _, weights, _ = softmax.weigh(jnp.full(logits.shape[:-1], -jnp.inf, x.dtype), logits)
     total = weights.sum(axis=-1, keepdims=True)
@@ -187,7 +168,7 @@ def choose(x: Operands, importance: Any, tokens: table.Tokens, more: Any) -> jax
     return select.best(importance, tokens, x.args.max_blocks if counts is None else counts)
 
 
-def _score(x: Operands, cfg: config.Config, have: Branches) -> tuple[Any, Any]:
+def _score(x: Operands, cfg: config.Config, have: spec.Branches) -> tuple[Any, Any]:
     """The compressed branch [m, t, r, e] and the selection's bits [m, t, words]; None if absent."""
     args, tile = x.args, min(cfg.block_t, x.t)
     count = -(-x.t // tile)
@@ -215,7 +196,9 @@ def _score(x: Operands, cfg: config.Config, have: Branches) -> tuple[Any, Any]:
                     x, loops.take(q[m], i, tile, 0).astype(x.dtype), kc[m], seen
                 )
                 if have.compressed:
-                    out = jnp.einsum("trn,ne->tre", weights, vc[m], precision=precision(x.dtype))
+                    out = jnp.einsum(
+                        "trn,ne->tre", weights, vc[m], precision=xla_precision(x.dtype)
+                    )
                 if by_importance:
                     importance = weights.sum(axis=1)[:, twins]
             if have.selected:

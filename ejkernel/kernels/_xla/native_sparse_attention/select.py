@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops
 from ejkernel.kernels._xla.native_sparse_attention.table import Table, Tokens
 
-# Bits of a word. Words are whole numbers in floats: under `shard_map` the derivative rule takes no
-# integer residuals, and a float32 holds this many bits exactly.
-_WORD = 16
+# Words are whole numbers in floats: under `shard_map` the derivative rule takes no integer
+# residuals, and a float32 holds this many bits exactly.
+_WORD = spec.WORD
 
 
 def twins(table: Table, kc: jax.Array) -> jax.Array:

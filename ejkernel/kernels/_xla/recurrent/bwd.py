@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import precision
 from ejkernel.kernels._xla.recurrent import cells, fwd
 
 Gradients = dict[str, jax.Array]
@@ -54,7 +54,7 @@ def _unroll(
     cell, functions = cells.of(args)
     _, m, d = args.w_hh.shape
     weights = args.w_hh.astype(kept.states.dtype)
-    size, exact = blocks[0].size, precision(weights.dtype)
+    size, exact = blocks[0].size, xla_precision(weights.dtype)
     # those of inputs and of states; only a GRU's differ
     count = 2 if args.cell_type == "gru" else 1
     room = tuple(fwd.zeros(args, args.inputs.shape[0], size, m) for _ in range(count))
@@ -89,7 +89,7 @@ def _add(
 ) -> Gradients:
     """Adds what a block gives; `ds` are gradients of the projections of inputs and states."""
     (dx, dy), p, made = ds, block.p, dict(made)
-    d, exact = args.w_hh.shape[2], precision(dx.dtype)
+    d, exact = args.w_hh.shape[2], xla_precision(dx.dtype)
     if "inputs" in made:
         w = args.w_ih[p].astype(dx.dtype)
         rows = jnp.einsum("btm,mi->bti", dx, w, precision=exact) + fwd.steps(made["inputs"], block)
@@ -105,4 +105,4 @@ def _add(
 
 
 def _product(d: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.einsum("btm,bti->mi", d, x, precision=precision(d.dtype))
+    return jnp.einsum("btm,bti->mi", d, x, precision=xla_precision(d.dtype))

@@ -25,7 +25,7 @@ class Activations(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell: the step, its transpose, and columns kept of a step, in units of the state's."""
+    """A cell: the step, its transpose, and columns of the residual `gates`, see the spec."""
 
     step: Callable[[Activations, jax.Array, jax.Array, State], tuple[State, jax.Array]]
     back: Callable[[Activations, jax.Array, State, State], tuple[jax.Array, jax.Array, Any]]
@@ -98,7 +98,7 @@ def _rnn_back(functions: Activations, kept: jax.Array, state: State, grad: State
 
 
 _CELLS = {
-    "lstm": Cell(_lstm, _lstm_back, 4),
-    "gru": Cell(_gru, _gru_back, 4),
-    "rnn": Cell(_rnn, _rnn_back, 1),
+    "lstm": Cell(_lstm, _lstm_back, spec.KEPT["lstm"]),
+    "gru": Cell(_gru, _gru_back, spec.KEPT["gru"]),
+    "rnn": Cell(_rnn, _rnn_back, spec.KEPT["rnn"]),
 }

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._specs import recurrent as spec
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import precision, wide
+from ejkernel.kernels._xla._blocks.pairs import wide
 from ejkernel.kernels._xla.recurrent import cells
 
 
 class Residuals(NamedTuple):
-    """Before each step, the states and what the cell keeps, in float32 at least."""
+    """The residuals of the spec, which says what they mean."""
 
     states: jax.Array  # [b, t, p * d]
     gates: jax.Array
@@ -56,7 +57,7 @@ def forward(args: Any, cfg: None) -> tuple[tuple[jax.Array, ...], tuple[jax.Arra
             after = []
             for block, x, state in zip(blocks, xs, states, strict=True):
                 p, (j, i) = block.p, block.step(k)
-                y = jnp.dot(state[0], weights[p], precision=precision(dtype)) + second(p)
+                y = jnp.dot(state[0], weights[p], precision=xla_precision(dtype)) + second(p)
                 new, gates = cell.step(functions, read(x, j, 0, m) + first(p), y, state)
                 shown = new[0]
                 if args.lengths is not None:
@@ -123,7 +124,7 @@ def _project(args: Any, block: Block) -> jax.Array:
     """The inputs of a block, [b, s, m]."""
     x = seen_inputs(args, block)
     w = args.w_ih[block.p].astype(x.dtype)
-    return jnp.einsum("bti,mi->btm", x, w, precision=precision(x.dtype))
+    return jnp.einsum("bti,mi->btm", x, w, precision=xla_precision(x.dtype))
 
 
 def _bias(bias: jax.Array | None, dtype: Any) -> Callable[[int], Any]:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._xla._blocks.pairs import pad, precision, wide
+from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._xla._blocks.pairs import pad, wide
 
 
 def sampled_matmul(args: Any) -> tuple[jax.Array, ...]:
@@ -26,7 +27,7 @@ def sampled_matmul(args: Any) -> tuple[jax.Array, ...]:
         "zik,zkj->zij",
         jnp.where(inside[:, None, None], lhs[rows], 0),
         jnp.where(inside[:, None, None], rhs[cols], 0),
-        precision=precision(lhs.dtype),
+        precision=xla_precision(lhs.dtype),
         preferred_element_type=wide(lhs.dtype),
     )
     real = real_rows[:, :, None] & real_cols[:, None, :]

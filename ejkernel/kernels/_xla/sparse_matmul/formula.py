@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._xla._blocks.pairs import pad, precision, wide
+from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._xla._blocks.pairs import pad, wide
 
 
 def sparse_matmul(args: Any) -> tuple[jax.Array, ...]:
@@ -23,7 +24,7 @@ def sparse_matmul(args: Any) -> tuple[jax.Array, ...]:
         "zij,zjn->zin",
         jnp.where((inside[:, None] & real)[:, None], args.blocks, 0),
         jnp.where(inside[:, None, None], dense[cols], 0),
-        precision=precision(dense.dtype),
+        precision=xla_precision(dense.dtype),
         preferred_element_type=wide(dense.dtype),
     )
     out = jnp.zeros((num_rows, size, n), product.dtype).at[rows].add(product)

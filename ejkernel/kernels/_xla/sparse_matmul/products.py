@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import pad, precision, wide
+from ejkernel.kernels._xla._blocks.pairs import pad, wide
 
 
 def sparse(
@@ -64,4 +65,4 @@ def _place(rows: jax.Array, cols: jax.Array, i: Any, num_rows: int, num_cols: in
 
 
 def _multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.matmul(a, b, precision=precision(a.dtype), preferred_element_type=dtype)
+    return jnp.matmul(a, b, precision=xla_precision(a.dtype), preferred_element_type=dtype)

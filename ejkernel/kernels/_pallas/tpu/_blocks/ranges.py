@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.xla_utils import segments
+from ejkernel.xla_utils import positions
 
 Window = tuple[int | None, int | None]
 # Patterns of masked blocks for which kernels have code of their own.
@@ -61,28 +61,10 @@ class Band:
 
 def sides(args: Any) -> tuple[Side, Side]:
     """Queries and keys of an attention call."""
-    batch, t = args.query.shape[:2]
-    s = args.key.shape[1]
-    ids, q_pos, k_pos = [], args.q_positions, args.kv_positions
-    cum_q, cum_k = args.cum_seqlens_q, args.cum_seqlens_k
-    if cum_q is not None and batch > 1:
-        len_q, len_k = jnp.diff(cum_q), jnp.diff(cum_k)
-        made = jnp.arange(t, dtype=jnp.int32)[None] + (len_k - len_q)[:, None]
-        q_pos = made if q_pos is None else q_pos
-        rows = segments.lengths_to_segment_ids
-        ids.append((rows(len_q, t), rows(len_k, s)))
-    elif cum_q is not None:
-        if q_pos is None:
-            q_pos = segments.cu_seqlens_to_query_positions(cum_q, cum_k, t)[None]
-        k_pos = segments.cu_seqlens_to_positions(cum_k, s)[None] if k_pos is None else k_pos
-        packed = segments.cu_seqlens_to_segment_ids
-        ids.append((packed(cum_q, t)[None], packed(cum_k, s)[None]))
-    if args.q_segment_ids is not None:
-        ids.append((args.q_segment_ids, args.kv_segment_ids))
-    if q_pos is not None or k_pos is not None:  # kernels take both or none
-        q_pos = jnp.arange(t, dtype=jnp.int32)[None] + s - t if q_pos is None else q_pos
-        k_pos = jnp.arange(s, dtype=jnp.int32)[None] if k_pos is None else k_pos
-    q_ids, k_ids = tuple(q for q, _ in ids), tuple(k for _, k in ids)
+    t, s = args.query.shape[1], args.key.shape[1]
+    made = positions.of_attention(args)
+    q_pos, k_pos = made.both_or_none(t, s)  # kernels take both or none
+    q_ids, k_ids = tuple(q for q, _ in made.ids), tuple(k for _, k in made.ids)
     return Side(t, s - t, q_ids, q_pos), Side(s, 0, k_ids, k_pos)
 
 

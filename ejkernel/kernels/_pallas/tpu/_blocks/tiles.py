@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.precision import dot_precision
+
 LANES = 128
 
 
@@ -37,11 +39,9 @@ def partial_sums(x: jax.Array) -> jax.Array:
 
 
 def precision(dtype: Any) -> jax.lax.Precision:
-    """float32 products stay float32 unless the user lowered `jax.default_matmul_precision`."""
-    asked = jax.config.jax_default_matmul_precision
-    exact = asked in (None, "highest", "float32", "F32_F32_F32")
-    wide_input = jnp.dtype(dtype) == jnp.float32
-    return jax.lax.Precision.HIGHEST if exact and wide_input else jax.lax.Precision.DEFAULT
+    """What a product asks Mosaic for, which has nothing between its fastest and float32."""
+    lowest = dot_precision(dtype) == jax.lax.Precision.DEFAULT
+    return jax.lax.Precision.DEFAULT if lowest else jax.lax.Precision.HIGHEST
 
 
 def product(a: jax.Array, b: jax.Array, transpose: bool = False) -> jax.Array:
