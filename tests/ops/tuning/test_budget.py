@@ -20,7 +20,14 @@ from ejkernel.ops.config.cache import CUT_SHORT, Stored
 from ejkernel.ops.execution import benchmark
 from ejkernel.ops.execution.trial import name_of
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
 WAYS = ("first", "second", "third")
 
 
