@@ -217,7 +217,7 @@ def check(args: Any, cfg: Config) -> None:
 
 
 def testing(args: Any, direction: str) -> Config:
-    """Small blocks that cut the shapes of tests; their sizes differ unless 32 divides the queries."""
+    """Small blocks that cut the shapes of tests, of two sizes unless 32 divides the queries."""
     least = _least(args)
     held = 32 if args.query.shape[1] % 32 else least
     block_q, block_k = (held, least) if direction == FORWARD else (least, held)
