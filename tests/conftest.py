@@ -42,7 +42,8 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     # Every process collects all tests: a module that makes a JAX array when it is imported would
-    # compile in each of them. JAX finds no device meanwhile, so that such a module fails.
+    # compile in each of them. JAX finds no device meanwhile, so that such a module fails. Tables of
+    # a module hold NumPy arrays (tests/host.py); tests make JAX arrays of them when they run.
     platforms = jax.config.jax_platforms
     jax.config.update("jax_platforms", "none_while_tests_are_collected")
     try:

@@ -40,6 +40,7 @@ from ejkernel.ops.config import table
 from ejkernel.ops.config.cache import Stored
 from ejkernel.ops.execution import benchmark, trial
 from ejkernel.ops.execution.trial import name_of
+from tests.ops.tuning.clock import Clock
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -57,22 +58,7 @@ class Config:
     way: str
 
 
-class Clock:
-    """Stands in for the `time` module: only what a test says takes time."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        self.spend(1e-6)
-        return self.now
-
-    def spend(self, seconds):
-        self.now += seconds
-        return np.float32(0.0)
-
-
-CLOCK = Clock()
+CLOCK = Clock(tick=1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +68,18 @@ def clock(monkeypatch):
 
 def slow(x):
     """Right and quick to trace; each run takes 15 ms."""
-    zero = jax.pure_callback(lambda: CLOCK.spend(0.015), jax.ShapeDtypeStruct((), jnp.float32))
+
+    def run():
+        CLOCK.takes(0.015)
+        return np.float32(0.0)
+
+    zero = jax.pure_callback(run, jax.ShapeDtypeStruct((), jnp.float32))
     return 2 * x + zero.astype(x.dtype)
 
 
 def sleepy(x):
     """Right and quick to run; a trace takes 150 ms."""
-    CLOCK.spend(0.15)
+    CLOCK.takes(0.15)
     return x + x
 
 
@@ -298,7 +289,7 @@ def test_a_tuner_may_be_told_how_many(chain):
 def test_the_budget_is_kept_and_reported():
     class Sleeps(Double):
         def run(self, x, *, cfg):
-            CLOCK.spend(0.1)
+            CLOCK.takes(0.1)
             return super().run(x, cfg=cfg)
 
     chain = Notes(budget_s=0.05)
@@ -315,7 +306,7 @@ def test_candidates_that_fail_use_up_the_budget_too():
     class Slowly(Double):
         def check_candidate(self, inv, implementation, config):
             tried.append(config)
-            CLOCK.spend(0.1)
+            CLOCK.takes(0.1)
             return "wrong, found out slowly"
 
     chain = Notes(budget_s=0.05)
