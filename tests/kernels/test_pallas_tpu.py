@@ -73,14 +73,6 @@ def test_a_bias_shared_over_queries_sums_the_parts_of_a_block():
     assert_matches(values, config.Config(block_q=16, block_k=16, parts=2, stream=1))
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"sliding_window": (9, 3)}])
-def test_rows_with_other_lengths_of_queries_than_of_keys(options):
-    """Queries are the last of their keys; one row has more keys, the other more queries."""
-    lengths = {"cum_seqlens_q": jnp.asarray([0, 9, 33]), "cum_seqlens_k": jnp.asarray([0, 22, 39])}
-    values = arrays(2, 24, 26, 2, 1, 8, 8) | options | lengths | {"return_lse": True}
-    assert_matches(values, config.Config(block_q=16, block_k=8, stream=2))
-
-
 def test_a_narrow_window_has_a_short_grid():
     values = arrays(1, 128, 128, 1, 1, 8, 8) | {"sliding_window": (5, 0)}
     cfg = config.Config(block_q=16, block_k=16, stream=1)
