@@ -620,7 +620,10 @@ def words_keep(low, high):
     ids=lambda x: f"{getattr(x, 'dtype', 'int')}{np.asarray(x).tolist()}",
 )
 def test_forms_of_a_seed(seed, low, high):
-    np.testing.assert_array_equal(kept_pairs(seed), words_keep(low, high))
+    """Numbers, and arrays of NumPy and of JAX."""
+    of_32_bits = getattr(seed, "dtype", None) in (np.int32, np.uint32)
+    for form in (seed, jnp.asarray(seed)) if of_32_bits else (seed,):
+        np.testing.assert_array_equal(kept_pairs(form), words_keep(low, high))
 
 
 def test_a_seed_may_be_traced():

@@ -283,7 +283,7 @@ def test_no_array_grows_with_groups_times_rows():
 )
 def test_errors(change, error, message):
     lhs, rhs = operands()
-    call = {"lhs": lhs, "rhs": rhs, "group_sizes": SIZES} | change
+    call = {"lhs": lhs, "rhs": rhs, "group_sizes": SIZES} | host.to_jax(change)
     with pytest.raises(error, match=message):
         grouped_matmul(**call)
 

@@ -258,11 +258,12 @@ ERRORS = [
 ]
 
 
+@pytest.mark.parametrize("form", [lambda x: x, host.to_jax], ids=["numpy", "jax"])
 @pytest.mark.parametrize(("change", "error", "message"), ERRORS)
-def test_errors(change, error, message):
+def test_errors(change, error, message, form):
     values = dict(zip(("query", "key", "value"), arrays(), strict=True))
     with pytest.raises(error, match=message):
-        native_sparse_attention(**values | change)
+        native_sparse_attention(**values | form(change))
 
 
 def test_packing_needs_one_row():
