@@ -40,6 +40,19 @@ def pytest_configure(config):
         config.pluginmanager.register(device_results.Recorder(path))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    # Every process collects all tests: a module that makes a JAX array when it is imported would
+    # compile in each of them. JAX finds no device meanwhile, so that such a module fails. Tables of
+    # a module hold NumPy arrays (tests/host.py); tests make JAX arrays of them when they run.
+    platforms = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "none_while_tests_are_collected")
+    try:
+        return (yield)
+    finally:
+        jax.config.update("jax_platforms", platforms)
+
+
 def pytest_collection_modifyitems(config, items):
     if (op := config.getoption("--op")) is not None:
         if op not in selection.OPS:

@@ -93,6 +93,35 @@ def test_exit_codes(run, monkeypatch, states, code):
     assert (done, [r["status"] for r in json.loads(out)]) == (code, states)
 
 
+@pytest.mark.parametrize(
+    ("backward", "code"),
+    [
+        ([{"kernels": kernels(7.0)}], 0),
+        ([{"kernels": kernels(7.0)}, {"status": "failed"}, {"status": "refused"}], 0),
+        ([{"status": "failed"}], 1),
+        ([{"status": "refused"}], 1),
+        ([{"kernels": kernels(9.0)}, {"kernels": kernels(7.0, exact=False)}], 1),  # undecided
+    ],
+)
+def test_exit_codes_of_tuning(run, monkeypatch, backward, code):
+    """Tuning is done when each direction on each target has a configuration."""
+    reports = [
+        report(kernels=kernels(800.0)),
+        *(report(direction="backward", **b) for b in backward),
+    ]
+    monkeypatch.setattr(aot, "compile", lambda *a, **k: reports)
+    done, out, _ = run("tune", "flash_attention", "--static", "--target", "tpu:v5e")
+    assert done == code
+    _, _, chosen = out.partition("chosen\n")
+    assert "forward" in chosen
+    assert ("backward" in chosen) == (code == 0)
+
+
+def test_tuning_that_compiles_nothing_fails(run, monkeypatch):
+    monkeypatch.setattr(aot, "compile", lambda *a, **k: [])
+    assert run("tune", "flash_attention", "--static", "--target", "tpu:v5e")[0] == 1
+
+
 def test_a_lower_bound_leaves_it_undecided_when_it_may_be_the_best():
     known = report(kernels=kernels(800.0))
     assert _table.choose([known, report(kernels=kernels(700.0, exact=False))]) == []

@@ -107,6 +107,36 @@ def test_loops_of_a_fixed_length():
     assert _trips.control(kernel) == ([Control("branch", 1.0)], 2 * 5 * 2 * 128**3)
 
 
+def test_work_in_a_branch_counts_as_often_as_the_branch_is_entered():
+    """Of four grid steps, the second and the third enter; only the third enters the inner one."""
+
+    def body(table, x, out):
+        i = pl.program_id(0)
+
+        def step(k, carry):
+            out[...] += jnp.dot(x[...], x[...])
+            return carry
+
+        @pl.when((i == 1) | (i == 2))
+        def _():
+            jax.lax.fori_loop(0, table[i], step, np.int32(0))
+
+            @pl.when(table[i] > 4)
+            def _():
+                out[...] += jnp.dot(x[...], x[...])
+
+    def traced(x):
+        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(4,))
+        out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        return pl.pallas_call(body, grid_spec=spec, out_shape=out)(np.int32([9, 3, 7, 9]), x)
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    (kernel,) = _trips.kernels(jax.make_jaxpr(traced)(x), [None])
+    control, flops = _trips.control(kernel)
+    assert control == [Control("branch", 0.5), Control("loop", 5.0), Control("branch", 0.5)]
+    assert flops == (3 + 7 + 1) * 2 * 128**3
+
+
 def test_a_table_that_nobody_knows():
     (kernel,) = kernels(None)
     assert _trips.control(kernel) == (None, None)

@@ -14,6 +14,7 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._ring import gather, schedule
 from ejkernel.modules import flash_attention, from_zigzag, ring_attention, to_zigzag
+from tests import host
 from tests.kernels.harness import QUICK
 
 HEADS, GROUPS, TOKENS = 4, 2, 48
@@ -37,7 +38,7 @@ def arrays(t=TOKENS, s=TOKENS, groups=GROUPS, batch=2):
 
 def segments(length=TOKENS):
     ids = np.repeat([[0, 1, 2, -1], [0, 0, 3, 4]], length // 4, axis=1)
-    return jnp.asarray(ids, jnp.int32)
+    return ids.astype(np.int32)
 
 
 @dataclasses.dataclass
@@ -102,7 +103,7 @@ def assert_same(actual, expected):
 
 
 QKV = ("query", "key", "value")
-MASKED = jnp.arange(TOKENS)[None, None, None] % 5 != 2
+MASKED = np.arange(TOKENS)[None, None, None] % 5 != 2
 CASES = {
     "causal": (Split(4), QKV, {"causal": True}),
     "zigzag_everything": (
@@ -124,7 +125,11 @@ CASES = {
     "longer_keys_alibi": (
         Split(4),
         (*QKV, "bias"),
-        {"causal": True, "attention_mask": MASKED, "alibi_slopes": jnp.linspace(0.1, 0.4, HEADS)},
+        {
+            "causal": True,
+            "attention_mask": MASKED,
+            "alibi_slopes": host.asarray(np.linspace(0.1, 0.4, HEADS)),
+        },
     ),
     "ulysses": (
         Split(4, "zigzag", "ulysses"),  # more devices than key heads
@@ -152,7 +157,7 @@ MIXED = ("zigzag_window", "longer_keys_alibi", "allgather")
     "name", [pytest.param(n, marks=pytest.mark.slow if n in MIXED else []) for n in CASES]
 )
 def test_equals_flash_attention_on_the_gathered_arrays(name):
-    split, wanted, options = CASES[name]
+    split, wanted, options = host.to_jax(CASES[name])
     xs = arrays(t=24) if name == "longer_keys_alibi" else arrays()
     if name == "short_window_shared_bias":
         xs["bias"] = xs["bias"][:1, :, :1]
@@ -379,13 +384,13 @@ BAD = {
     "tokens": ({"size": 30}, "4 devices do not divide the 30 elements"),
     "one_token": ({"size": 1}, "one token"),
     "other_axis": ({"axis_name": "sequence"}, r"over \('ring',\); only \('sequence',\)"),
-    "columns": ({"bias": jnp.zeros((1, 1, 1, 47))}, "`bias` must have 1 or 48 columns"),
+    "columns": ({"bias": host.zeros((1, 1, 1, 47))}, "`bias` must have 1 or 48 columns"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_devices_cannot_share_is_refused(name):
-    options, words = BAD[name]
+    options, words = host.to_jax(BAD[name])
     with pytest.raises(ValueError, match=words):
         run_split(**options)
 

@@ -3,13 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import flash_attention
+from tests import host
 
 SPECS = (P("data", None, "model"), P("data", None, "model"), P("data", None, "model"))
 
@@ -38,16 +38,18 @@ def gradient(fn, *xs):
     return jax.grad(lambda *xs: (fn(*xs) ** 2).sum(), argnums=tuple(range(len(xs))))(*xs)
 
 
+MASK = np.ones((1, 4, 20, 1), bool)
+MASK[:, 2, 3] = False
 OPTIONS = {
     "causal": {"causal": True},
     "dropout": {"dropout_prob": 0.3, "dropout_seed": 5},
-    "lengths": {"cum_seqlens_q": jnp.asarray([0, 20, 27, 40, 53]), "causal": True},
+    "lengths": {"cum_seqlens_q": host.asarray([0, 20, 27, 40, 53]), "causal": True},
     "sinks_alibi": {
-        "softmax_aux": jnp.arange(4.0)[:, None],
-        "alibi_slopes": jnp.arange(4.0),
-        "attention_mask": jnp.ones((1, 4, 20, 1), bool).at[:, 2, 3].set(False),
+        "softmax_aux": host.asarray(np.arange(4.0)[:, None]),
+        "alibi_slopes": host.asarray(np.arange(4.0)),
+        "attention_mask": MASK,
     },
-    "segments": {"q_segment_ids": jnp.arange(80).reshape(4, 20) // 7},
+    "segments": {"q_segment_ids": host.asarray(np.arange(80).reshape(4, 20) // 7)},
 }
 
 
@@ -61,7 +63,7 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_mesh_argument_changes_nothing(kind, name):
     xs, bias = arrays()
-    call = functools.partial(flash_attention, **OPTIONS[name])
+    call = functools.partial(flash_attention, **host.to_jax(OPTIONS[name]))
     split = functools.partial(
         call, mesh=make_mesh(kind), in_specs=SPECS, out_specs=P("data", None, "model")
     )

@@ -40,10 +40,9 @@ from ejkernel.ops.config.cache import Stored
 from ejkernel.ops.execution.tuning import Result, Tuner
 from tests.kernels import harness
 
-KEYS = jax.random.split(jax.random.key(4), 5)
-Q, K, V = (jax.random.normal(key, (1, 20, 2, 8)) for key in KEYS[:3])
-G = jax.nn.log_sigmoid(jax.random.normal(KEYS[3], Q.shape))
-GAMMA = lightning_decay(2, 1, 4)
+RNG = np.random.default_rng(4)
+Q, K, V = (RNG.standard_normal((1, 20, 2, 8)).astype(np.float32) for _ in range(3))
+G = -np.logaddexp(0.0, RNG.standard_normal(Q.shape)).astype(np.float32)
 DERIVED = {
     "gla": "linear_recurrence",
     "lightning_attention": "linear_recurrence",
@@ -65,24 +64,18 @@ def as_ragged(values):
     return made | {"context_lens": made.pop("kv_lens"), "num_seqs": ends[2:]}
 
 
-# a call of a derived op, and the same call of its base: (kernel, arguments) and arrays by name
-PAIRS = {
-    "gla": (
-        (GLA, {"query": Q, "key": K, "value": V, "g": G, "reverse": True}),
-        (LinearRecurrence, {"query": Q, "key": K, "value": V, "gk": G, "reverse": True}),
-        {"g": "gk", "query": "query"},
-    ),
-    "lightning_attention": (
-        (LightningAttention, {"query": Q, "key": K, "value": V, "layer_idx": 1, "num_layers": 4}),
-        (LinearRecurrence, {"query": Q, "key": K, "value": V, "g_gamma": GAMMA}),
-        {"g_gamma": "g_gamma"},
-    ),
-    "ragged_page_attention_v3": (
-        (RaggedPageAttentionV3, step()),
-        (RaggedPageAttention, as_ragged(step())),
-        {},
-    ),
-}
+def pair(name):
+    """A call of a derived op, the same of its base, (kernel, arguments), and arrays by name."""
+    values = {"query": Q, "key": K, "value": V}
+    if name == "gla":
+        ours, base = {"g": G, "reverse": True}, {"gk": G, "reverse": True}
+        renamed = {"g": "gk", "query": "query"}
+        return (GLA, values | ours), (LinearRecurrence, values | base), renamed
+    if name == "lightning_attention":
+        ours, base = {"layer_idx": 1, "num_layers": 4}, {"g_gamma": lightning_decay(2, 1, 4)}
+        same = {"g_gamma": "g_gamma"}
+        return (LightningAttention, values | ours), (LinearRecurrence, values | base), same
+    return (RaggedPageAttentionV3, step()), (RaggedPageAttention, as_ragged(step())), {}
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +112,7 @@ def register_copy(op, calls, **options):
 
 @pytest.mark.parametrize("op", DERIVED)
 def test_a_call_has_the_key_of_the_call_that_it_becomes(op):
-    (kernel, call), (base, same), names = PAIRS[op]
+    (kernel, call), (base, same), names = pair(op)
     executor = Executor()
     mine, theirs = executor.invocation(kernel(), **call), executor.invocation(base(), **same)
     assert mine.key == theirs.key
@@ -141,7 +134,7 @@ def test_options_are_in_the_key():
 
 @pytest.mark.parametrize("op", DERIVED)
 def test_documents_of_aot_tables_are_those_of_calls(op):
-    (kernel, call), _, _ = PAIRS[op]
+    (kernel, call), _, _ = pair(op)
     described = _calls.decode(op, _calls.encode(call))
     found = _programs.Programs(described, aot.parse("tpu:v5e")).document("forward")
     document = Executor().invocation(kernel(), **call).document
@@ -172,8 +165,8 @@ def chain(folder, tuner=None):
 @pytest.mark.parametrize("op", DERIVED)
 @pytest.mark.parametrize("first", ["derived", "base"])
 def test_a_row_tuned_through_one_serves_the_other(op, first, tmp_path):
-    pair, tuner = list(PAIRS[op][:2]), FirstCandidate()
-    (kernel, call), (other, same) = pair if first == "derived" else reversed(pair)
+    both, tuner = list(pair(op)[:2]), FirstCandidate()
+    (kernel, call), (other, same) = both if first == "derived" else reversed(both)
     tuned = chain(tmp_path, tuner).tune(Executor().invocation(kernel(), **call), budget_s=1)
     assert tuner.asked == [(DERIVED[op], "forward", [])]
     (file,) = tmp_path.rglob("*.json")

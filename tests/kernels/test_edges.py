@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels import _oracle, kernel_registry
+from tests import host
+from tests.backend import BACKEND
 from tests.kernels import harness
 
 OP = "flash_attention"
@@ -93,24 +95,24 @@ def test_no_key_with_sinks(entry_name):
 
 
 # Where garbage may stand without anybody seeing it: (options, queries, keys that are garbage)
-LENGTHS = jnp.asarray([0, 9, 29])  # rows of 9 and 20 of 24 tokens
+LENGTHS = host.asarray([0, 9, 29])  # rows of 9 and 20 of 24 tokens
 _ROWS = np.arange(24)[None] >= np.array([[9], [20]])
 _TAIL = np.arange(24)[None].repeat(2, 0) >= 17
 HIDDEN = {
     "lengths": ({"cum_seqlens_q": LENGTHS}, _ROWS, _ROWS),
-    "segments": ({"q_segment_ids": jnp.where(_TAIL, -1, 0)}, _TAIL, _TAIL),
-    "key_padding": ({"attention_mask": jnp.asarray(~_TAIL)[:, None, None]}, None, _TAIL),
+    "segments": ({"q_segment_ids": host.asarray(np.where(_TAIL, -1, 0))}, _TAIL, _TAIL),
+    "key_padding": ({"attention_mask": ~_TAIL[:, None, None]}, None, _TAIL),
     "window": ({"sliding_window": (30, -1), "causal": False,
-                "attention_mask": jnp.asarray(~_TAIL)[:, None, None]}, None, _TAIL),
+                "attention_mask": ~_TAIL[:, None, None]}, None, _TAIL),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("garbage", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("extra", [{}, {"causal": True, "softmax_aux": jnp.ones((4, 1))}])
+@pytest.mark.parametrize("extra", [{}, {"causal": True, "softmax_aux": host.ones((4, 1))}])
 @pytest.mark.parametrize("name", HIDDEN)
 def test_garbage_that_nobody_sees_changes_nothing(entry_name, name, extra, garbage):
     options, queries, keys = HIDDEN[name]
-    clean = arrays(2, 24, 24, 4, 2, 8, 8) | options | extra
+    clean = arrays(2, 24, 24, 4, 2, 8, 8) | host.to_jax(options | extra)
     made = harness.solve(SPEC, make(clean))
     dirty = dict(clean)
     for array, where in (("query", queries), ("key", keys), ("value", keys)):
@@ -289,7 +291,7 @@ def softmax64(x):
 LARGE = [("float32", 128, 30), ("bfloat16", 64, 34)]
 LARGE_TOO = [("float32", 64, 30), ("float32", 64, 34), ("float32", 128, 34)]
 LARGE_TOO += [("bfloat16", 64, 30), ("bfloat16", 128, 30), ("bfloat16", 128, 34)]
-ON_CPU = [pytest.mark.slow] if jax.default_backend() == "cpu" else []
+ON_CPU = [pytest.mark.slow] if BACKEND == "cpu" else []
 
 
 @pytest.mark.parametrize(

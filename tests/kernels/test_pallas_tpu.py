@@ -67,6 +67,12 @@ def test_bias_gets_a_gradient_where_nothing_is_seen():
     assert_matches(values, config.Config(block_q=16, block_k=16, stream=1))
 
 
+def test_a_bias_shared_over_queries_sums_the_parts_of_a_block():
+    values = arrays(1, 40, 24, 2, 1, 8, 8)
+    values |= {"bias": jax.random.normal(jax.random.key(2), (1, 2, 1, 24))}
+    assert_matches(values, config.Config(block_q=16, block_k=16, parts=2, stream=1))
+
+
 def test_a_narrow_window_has_a_short_grid():
     values = arrays(1, 128, 128, 1, 1, 8, 8) | {"sliding_window": (5, 0)}
     cfg = config.Config(block_q=16, block_k=16, stream=1)

@@ -15,6 +15,7 @@ from ejkernel.modules import (
     flash_attention,
 )
 from ejkernel.types import MaskInfo
+from tests import host
 
 B, T, S, H, G, D, E = 2, 5, 7, 4, 2, 8, 6
 
@@ -27,28 +28,27 @@ def operands(t=T, s=S, batch=B):
     return normal(1, (batch, t, H, D)), normal(2, (batch, s, G, D)), normal(3, (batch, s, G, E))
 
 
-def bits(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.5)
-
-
+MASK = np.random.default_rng(4).random((B, 1, T, S)) < 0.5
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "window_cap": {"sliding_window": (2, 1), "logits_soft_cap": 1.5},
-    "mask_bias": {"attention_mask": bits(4, (B, 1, T, S)), "bias": normal(5, (1, H, T, S))},
+    "mask_bias": {"attention_mask": MASK, "bias": host.normal(5, (1, H, T, S))},
     "lengths": {
         "causal": True,
-        "cum_seqlens_q": jnp.asarray([0, 5, 8]),
-        "cum_seqlens_k": jnp.asarray([0, 2, 9]),
+        "cum_seqlens_q": host.asarray([0, 5, 8]),
+        "cum_seqlens_k": host.asarray([0, 2, 9]),
     },
     "segments_alibi": {
-        "q_segment_ids": jnp.asarray([[0, 0, 1, -1, 2]] * B),
-        "kv_segment_ids": jnp.asarray([[0, 1, 1, -1, 0, 3, 3]] * B),
-        "alibi_slopes": jnp.asarray([0.5, 0.25, 0.125, 0.0625]),
+        "q_segment_ids": host.asarray([[0, 0, 1, -1, 2]] * B),
+        "kv_segment_ids": host.asarray([[0, 1, 1, -1, 0, 3, 3]] * B),
+        "alibi_slopes": host.asarray([0.5, 0.25, 0.125, 0.0625]),
     },
-    "sinks": {"softmax_aux": normal(6, (H, 2)), "sliding_window": 0},
+    "sinks": {"softmax_aux": host.normal(6, (H, 2)), "sliding_window": 0},
     "dropout": {"dropout_prob": 0.4, "dropout_seed": 2**40 + 9, "causal": True},
-    "mask_info": {"mask_info": MaskInfo.from_lengths(jnp.asarray([5, 3]), jnp.asarray([7, 0]))},
+    "mask_info": {
+        "mask_info": MaskInfo(q_lengths=host.asarray([5, 3]), kv_lengths=host.asarray([7, 0]))
+    },
 }
 
 
@@ -61,7 +61,7 @@ def times_values(weights, v):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_output_is_made_with_the_weights(option):
     q, k, v = operands()
-    out, weights = attention(q, k, v, **OPTIONS[option])
+    out, weights = attention(q, k, v, **host.to_jax(OPTIONS[option]))
     assert out.shape == (B, T, H, E)
     assert weights.shape == (B, H, T, S)
     np.testing.assert_allclose(out, times_values(weights, v), rtol=1e-5, atol=2e-6)
@@ -71,8 +71,9 @@ def test_the_output_is_made_with_the_weights(option):
 def test_matches_flash_attention(option):
     """And the weights of a row sum to one less its sinks' share, or to 0 when it sees no key."""
     q, k, v = operands()
-    out, weights = attention(q, k, v, **OPTIONS[option])
-    expected, lse = flash_attention(q, k, v, **OPTIONS[option], return_lse=True)
+    options = host.to_jax(OPTIONS[option])
+    out, weights = attention(q, k, v, **options)
+    expected, lse = flash_attention(q, k, v, **options, return_lse=True)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6)
     if "dropout_prob" in OPTIONS[option]:
         return
@@ -100,7 +101,7 @@ def test_weights_agree_with_the_dropout_mask():
 
 @pytest.mark.parametrize("option", ["plain", "mask_bias", "sinks", "dropout", "lengths"])
 def test_gradients_of_the_output_match_flash_attention(option):
-    options = dict(OPTIONS[option])
+    options = dict(host.to_jax(OPTIONS[option]))
     arrays = dict(zip(("query", "key", "value"), operands(), strict=True))
     arrays |= {n: options.pop(n) for n in ("bias", "softmax_aux") if n in options}
     dout = normal(7, (B, T, H, E))
@@ -124,7 +125,7 @@ def test_gradients_of_the_output_match_flash_attention(option):
 def test_gradients_of_the_weights():
     """Through the second output, against softmax written out; rows without a key stay finite."""
     q, k, v = operands()
-    mask, dweights = bits(4, (B, 1, T, S)).at[:, :, 2].set(False), normal(8, (B, H, T, S))
+    mask, dweights = jnp.asarray(MASK).at[:, :, 2].set(False), normal(8, (B, H, T, S))
 
     def by_hand(q, k):
         scores = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, H // G, axis=2)) * D**-0.5

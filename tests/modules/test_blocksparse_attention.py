@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel.errors import UnsupportedError
 from ejkernel.modules import block_mask, blocksparse_attention, flash_attention
 from ejkernel.ops import FwdParams
+from tests import host
 
 T, S, H, G, D, SIZE = 22, 27, 4, 2, 8, 8
 NQ, NK = 3, 4
@@ -172,24 +173,24 @@ def test_a_pattern_equals_its_table():
         ({"mask_builder": "causal"}, TypeError, "mask_builder"),
         ({"block_size": 0}, ValueError, "at least 1; got 0"),
         ({"block_size": 16}, ValueError, "2 x 2 blocks for 22 queries"),
-        ({"sparsity_mask": jnp.ones((NQ, NK + 1), bool)}, ValueError, "got 3 x 5"),
-        ({"sparsity_mask": jnp.ones((3, NQ, NK), bool)}, ValueError, "1 or 4 heads; got 3"),
-        ({"sparsity_mask": jnp.ones((3, 1, NQ, NK), bool)}, ValueError, "sparsity_mask"),
-        ({"sparsity_mask": jnp.ones(NK, bool)}, ValueError, "per head"),
-        ({"query": jnp.ones((2, T, 3, D))}, ValueError, "3 heads of `query` must be a multiple"),
-        ({"value": jnp.ones((2, S, G, D), jnp.bfloat16)}, TypeError, "dtype of `query`"),
+        ({"sparsity_mask": host.ones((NQ, NK + 1), bool)}, ValueError, "got 3 x 5"),
+        ({"sparsity_mask": host.ones((3, NQ, NK), bool)}, ValueError, "1 or 4 heads; got 3"),
+        ({"sparsity_mask": host.ones((3, 1, NQ, NK), bool)}, ValueError, "sparsity_mask"),
+        ({"sparsity_mask": host.ones(NK, bool)}, ValueError, "per head"),
+        ({"query": host.ones((2, T, 3, D))}, ValueError, "3 heads of `query` must be a multiple"),
+        ({"value": host.ones((2, S, G, D), jnp.bfloat16)}, TypeError, "dtype of `query`"),
         ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale"),
         ({"sliding_window": -3}, ValueError, "sliding_window"),
-        ({"softmax_aux": jnp.ones(H)}, ValueError, "ambiguous"),
-        ({"q_segment_ids": jnp.zeros((2, T), jnp.int32)}, ValueError, "kv_segment_ids"),
-        ({"attention_mask": jnp.ones((T, S), bool)}, ValueError, "mask"),
+        ({"softmax_aux": host.ones(H)}, ValueError, "ambiguous"),
+        ({"q_segment_ids": host.zeros((2, T), jnp.int32)}, ValueError, "kv_segment_ids"),
+        ({"attention_mask": host.ones((T, S), bool)}, ValueError, "mask"),
         ({"fwd_params": FwdParams(q_blocksize=32)}, ValueError, "`block_size` of the mask"),
         ({"platform": "cudnn"}, UnsupportedError, "cudnn"),
     ],
 )
 def test_errors(change, error, message):
     call = dict(zip(("query", "key", "value"), arrays(), strict=True))
-    call |= {"sparsity_mask": some_blocks(), "block_size": SIZE} | change
+    call |= {"sparsity_mask": some_blocks(), "block_size": SIZE} | host.to_jax(change)
     with pytest.raises(error, match=message):
         blocksparse_attention(**call)

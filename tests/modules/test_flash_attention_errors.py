@@ -25,24 +25,25 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import BwdParams, FwdParams
 from ejkernel.types import MaskInfo
+from tests import host
 
 B, T, S, H, G, D, E = 2, 5, 6, 4, 2, 8, 8
 
 
-def normal(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def operands(b=B, t=T, s=S, h=H, g=G):
+def on_host(b=B, t=T, s=S, h=H, g=G):
     return {
-        "query": normal(1, (b, t, h, D)),
-        "key": normal(2, (b, s, g, D)),
-        "value": normal(3, (b, s, g, E)),
+        "query": host.normal(1, (b, t, h, D)),
+        "key": host.normal(2, (b, s, g, D)),
+        "value": host.normal(3, (b, s, g, E)),
     }
 
 
-def ints(*values, dtype=jnp.int32):
-    return jnp.asarray(values, dtype)
+def operands(t=T):
+    return host.to_jax(on_host(t=t))
+
+
+def ints(*values, dtype=np.int32):
+    return np.asarray(values, dtype)
 
 
 MASK_HINTS = ["mask[:, None, None, :]", "mask[None, None]", "mask[:, None]"]
@@ -50,59 +51,79 @@ WINDOW_RULE = ["sliding_window", ">= 0"]
 DROPPED = {"dropout_prob": 0.5}
 LIMITS = "[0, 2**64)"
 
-# name: (arguments, exception, words of its message)
+# name: (arguments or what makes them, exception, words of its message)
 BAD = {
     # arrays of queries, keys and values
-    "query_rank": ({"query": normal(4, (T, H, D))}, ValueError, ["query", "4 axes", "(5, 4, 8)"]),
-    "query_int": ({"query": jnp.ones((B, T, H, D), int)}, TypeError, ["query", "Float", "int32"]),
+    "query_rank": (
+        {"query": host.normal(4, (T, H, D))},
+        ValueError,
+        ["query", "4 axes", "(5, 4, 8)"],
+    ),
+    "query_int": ({"query": host.ones((B, T, H, D), int)}, TypeError, ["query", "Float", "int32"]),
     "query_list": ({"query": [[1.0]]}, TypeError, ["query", "array", "list"]),
     "key_none": ({"key": None}, TypeError, ["key", "array", "None"]),
     "key_dtype": (
-        {"key": normal(5, (B, S, G, D), jnp.bfloat16)},
+        {"key": host.normal(5, (B, S, G, D), jnp.bfloat16)},
         TypeError,
         ["key", "dtype of `query`", "float32", "bfloat16", "key.astype(query.dtype)"],
     ),
     "value_dtype": (
-        {"value": normal(5, (B, S, G, E), jnp.float16)},
+        {"value": host.normal(5, (B, S, G, E), jnp.float16)},
         TypeError,
         ["value", "float32", "float16", "value.astype(query.dtype)"],
     ),
-    "key_batch": ({"key": normal(5, (3, S, G, D))}, ValueError, ["key", "b=2", "(3, 6, 2, 8)"]),
-    "key_head_size": ({"key": normal(5, (B, S, G, 7))}, ValueError, ["key", "d=8", "(2, 6, 2, 7)"]),
-    "value_length": ({"value": normal(5, (B, 7, G, E))}, ValueError, ["value", "s=6", "(2, 7, 2"]),
-    "value_heads": ({"value": normal(5, (B, S, 1, E))}, ValueError, ["value", "g=2", "(2, 6, 1"]),
+    "key_batch": (
+        {"key": host.normal(5, (3, S, G, D))},
+        ValueError,
+        ["key", "b=2", "(3, 6, 2, 8)"],
+    ),
+    "key_head_size": (
+        {"key": host.normal(5, (B, S, G, 7))},
+        ValueError,
+        ["key", "d=8", "(2, 6, 2, 7)"],
+    ),
+    "value_length": (
+        {"value": host.normal(5, (B, 7, G, E))},
+        ValueError,
+        ["value", "s=6", "(2, 7, 2"],
+    ),
+    "value_heads": (
+        {"value": host.normal(5, (B, S, 1, E))},
+        ValueError,
+        ["value", "g=2", "(2, 6, 1"],
+    ),
     "heads": (
-        operands(h=4, g=3),
+        on_host(h=4, g=3),
         ValueError,
         ["4 heads", "`query`", "multiple", "3 heads", "`key`"],
     ),
     # masks and bias
     "mask_2d": (
-        {"attention_mask": jnp.ones((B, S), bool)},
+        {"attention_mask": host.ones((B, S), bool)},
         ValueError,
         ["attention_mask", "4 axes", "(2, 6)", *MASK_HINTS],
     ),
     "mask_3d": (
-        {"attention_mask": jnp.ones((B, T, S), bool)},
+        {"attention_mask": host.ones((B, T, S), bool)},
         ValueError,
         ["attention_mask", "4 axes", "(2, 5, 6)", *MASK_HINTS],
     ),
     "bias_2d": (
-        {"bias": jnp.ones((T, S))},
+        {"bias": host.ones((T, S))},
         ValueError,
         ["bias", "4 axes", "(5, 6)", *MASK_HINTS],
     ),
     "mask_shape": (
-        {"attention_mask": jnp.ones((B, 1, T, 7), bool)},
+        {"attention_mask": host.ones((B, 1, T, 7), bool)},
         ValueError,
         ["attention_mask", "broadcast to (2, 4, 5, 6)", "(2, 1, 5, 7)"],
     ),
     "bias_key_heads": (
-        {"bias": jnp.ones((1, G, T, S))},
+        {"bias": host.ones((1, G, T, S))},
         ValueError,
         ["bias", "broadcast to (2, 4, 5, 6)", "(1, 2, 5, 6)"],
     ),
-    "bias_int": ({"bias": jnp.ones((1, 1, T, S), int)}, TypeError, ["bias", "Float", "int32"]),
+    "bias_int": ({"bias": host.ones((1, 1, T, S), int)}, TypeError, ["bias", "Float", "int32"]),
     # windows
     "window_negative": ({"sliding_window": -2}, ValueError, [*WINDOW_RULE, "-2"]),
     "window_minus_one": ({"sliding_window": -1}, ValueError, [*WINDOW_RULE, "-1"]),
@@ -127,7 +148,7 @@ BAD = {
         ["softmax_scale", "finite", "inf"],
     ),
     "scale_array": (
-        {"softmax_scale": jnp.full(2, 0.5)},
+        {"softmax_scale": host.asarray([0.5, 0.5])},
         ValueError,
         ["softmax_scale", "shape ()", "float32[2]", "Multiply `query`"],
     ),
@@ -146,12 +167,12 @@ BAD = {
     "seed_float": (DROPPED | {"dropout_seed": 1.5}, TypeError, ["dropout_seed", "1.5"]),
     "seed_bool": (DROPPED | {"dropout_seed": True}, TypeError, ["dropout_seed", "True"]),
     "seed_key": (
-        DROPPED | {"dropout_seed": jax.random.key(0)},
+        lambda: DROPPED | {"dropout_seed": jax.random.key(0)},
         TypeError,
         ["dropout_seed", "Integer", "key"],
     ),
     "seed_floats": (
-        DROPPED | {"dropout_seed": jnp.ones(2)},
+        DROPPED | {"dropout_seed": host.ones(2)},
         TypeError,
         ["dropout_seed", "Integer", "float32"],
     ),
@@ -161,29 +182,33 @@ BAD = {
         ["dropout_seed", "scalar", "uint32[2]", "int32[2]"],
     ),
     "seed_three_words": (
-        DROPPED | {"dropout_seed": ints(1, 2, 3, dtype=jnp.uint32)},
+        DROPPED | {"dropout_seed": ints(1, 2, 3, dtype=np.uint32)},
         ValueError,
         ["dropout_seed", "scalar", "uint32[2]", "uint32[3]"],
     ),
     "seed_matrix": (
-        DROPPED | {"dropout_seed": jnp.ones((2, 2), jnp.uint32)},
+        DROPPED | {"dropout_seed": host.ones((2, 2), np.uint32)},
         ValueError,
         ["dropout_seed", "(2, 2)"],
     ),
     # sinks and slopes
     "sinks_ambiguous": (
-        {"softmax_aux": jnp.zeros(H)},
+        {"softmax_aux": host.zeros(H)},
         ValueError,
         ["softmax_aux", "ambiguous", "(4,)", "softmax_aux[:, None]", "softmax_aux[None]"],
     ),
-    "sinks_heads": ({"softmax_aux": jnp.zeros((3, 2))}, ValueError, ["softmax_aux", "(3, 2)"]),
-    "sinks_rank": ({"softmax_aux": jnp.zeros((1, H, 1))}, ValueError, ["softmax_aux", "(1, 4, 1)"]),
+    "sinks_heads": ({"softmax_aux": host.zeros((3, 2))}, ValueError, ["softmax_aux", "(3, 2)"]),
+    "sinks_rank": (
+        {"softmax_aux": host.zeros((1, H, 1))},
+        ValueError,
+        ["softmax_aux", "(1, 4, 1)"],
+    ),
     "sinks_int": (
-        {"softmax_aux": jnp.zeros((1, 2), int)},
+        {"softmax_aux": host.zeros((1, 2), int)},
         TypeError,
         ["softmax_aux", "Float", "int32"],
     ),
-    "alibi_length": ({"alibi_slopes": jnp.zeros(G)}, ValueError, ["alibi_slopes", "h=4", "(2,)"]),
+    "alibi_length": ({"alibi_slopes": host.zeros(G)}, ValueError, ["alibi_slopes", "h=4", "(2,)"]),
     # lengths
     "one_cum_seqlens": (
         {"cum_seqlens_q": ints(0, 3, 5)},
@@ -201,47 +226,47 @@ BAD = {
         ["cum_seqlens_q", "batch + 1 = 3", "packed", "got 4 entries", "batch 2"],
     ),
     "cum_seqlens_differ": (
-        operands(b=1) | {"cum_seqlens_q": ints(0, 3, 5), "cum_seqlens_k": ints(0, 6)},
+        on_host(b=1) | {"cum_seqlens_q": ints(0, 3, 5), "cum_seqlens_k": ints(0, 6)},
         ValueError,
         ["cum_seqlens_k", "3", "(2,)"],
     ),
     "cum_seqlens_none": (
-        operands(b=1) | {"cum_seqlens_q": ints(), "cum_seqlens_k": ints()},
+        on_host(b=1) | {"cum_seqlens_q": ints(), "cum_seqlens_k": ints()},
         ValueError,
         ["cum_seqlens_q", "at least one entry", "(0,)"],
     ),
     "cum_seqlens_floats": (
-        {"cum_seqlens_q": jnp.ones(3), "cum_seqlens_k": jnp.ones(3)},
+        {"cum_seqlens_q": host.ones(3), "cum_seqlens_k": host.ones(3)},
         TypeError,
         ["cum_seqlens_q", "Int", "float32"],
     ),
     "cum_seqlens_rank": (
-        {"cum_seqlens_q": jnp.ones((1, 3), int), "cum_seqlens_k": jnp.ones((1, 3), int)},
+        {"cum_seqlens_q": host.ones((1, 3), int), "cum_seqlens_k": host.ones((1, 3), int)},
         ValueError,
         ["cum_seqlens_q", "1 axes", "(1, 3)"],
     ),
     # segment ids
     "one_segment_ids": (
-        {"q_segment_ids": jnp.zeros((B, T), int)},
+        {"q_segment_ids": host.zeros((B, T), int)},
         ValueError,
         ["q_segment_ids", "5 queries", "6 keys", "Pass `kv_segment_ids`"],
     ),
     "segment_ids_length": (
-        {"q_segment_ids": jnp.zeros((B, T), int), "kv_segment_ids": jnp.zeros((B, T), int)},
+        {"q_segment_ids": host.zeros((B, T), int), "kv_segment_ids": host.zeros((B, T), int)},
         ValueError,
         ["kv_segment_ids", "s=6", "(2, 5)"],
     ),
     "segment_ids_twice": (
-        {
-            "mask_info": MaskInfo.from_segments(jnp.zeros((B, T), int), jnp.zeros((B, S), int)),
-            "q_segment_ids": jnp.zeros((B, T), int),
-            "kv_segment_ids": jnp.zeros((B, S), int),
+        lambda: {
+            "mask_info": MaskInfo.from_segments(host.zeros((B, T), int), host.zeros((B, S), int)),
+            "q_segment_ids": host.zeros((B, T), int),
+            "kv_segment_ids": host.zeros((B, S), int),
         },
         ValueError,
         ["q_segment_ids", "given twice", "mask_info"],
     ),
     "lengths_twice": (
-        {
+        lambda: {
             "mask_info": MaskInfo.from_lengths(ints(1, 2), ints(3, 4)),
             "cum_seqlens_q": ints(0, 1, 2),
             "cum_seqlens_k": ints(0, 1, 2),
@@ -251,49 +276,53 @@ BAD = {
     ),
     # mask_info
     "mask_info_type": ({"mask_info": "causal"}, TypeError, ["mask_info", "MaskInfo"]),
-    "mask_info_array": ({"mask_info": jnp.ones((B, S))}, TypeError, ["mask_info", "MaskInfo"]),
+    "mask_info_array": ({"mask_info": host.ones((B, S))}, TypeError, ["mask_info", "MaskInfo"]),
     "mask_info_mask_length": (
-        {"mask_info": MaskInfo.from_attention_mask(jnp.ones((1, 1, 3, S), bool))},
+        lambda: {"mask_info": MaskInfo.from_attention_mask(host.ones((1, 1, 3, S), bool))},
         ValueError,
         ["attention_mask", "(1, 1, 3, 6)"],
     ),
     "mask_info_mask_batch": (
-        {"mask_info": MaskInfo.from_attention_mask(jnp.ones((3, 1, T, S), bool))},
+        lambda: {"mask_info": MaskInfo.from_attention_mask(host.ones((3, 1, T, S), bool))},
         ValueError,
         ["attention_mask", "(3, 1, 5, 6)"],
     ),
     "mask_info_mask_heads": (
-        {"mask_info": MaskInfo.from_attention_mask(jnp.ones((1, G, T, S), bool))},
+        lambda: {"mask_info": MaskInfo.from_attention_mask(host.ones((1, G, T, S), bool))},
         ValueError,
         ["attention_mask", "(1, 2, 5, 6)"],
     ),
     "mask_info_ids_short": (
-        {"mask_info": MaskInfo.from_segments(jnp.zeros((B, 3), int), jnp.zeros((B, 4), int))},
+        lambda: {
+            "mask_info": MaskInfo.from_segments(host.zeros((B, 3), int), host.zeros((B, 4), int))
+        },
         ValueError,
         ["q_segment_ids", "(2, 3)"],
     ),
     "mask_info_ids_long": (
-        {"mask_info": MaskInfo.from_segments(jnp.zeros((B, 9), int), jnp.zeros((B, S), int))},
+        lambda: {
+            "mask_info": MaskInfo.from_segments(host.zeros((B, 9), int), host.zeros((B, S), int))
+        },
         ValueError,
         ["q_segment_ids", "(2, 9)"],
     ),
     "mask_info_positions": (
-        {"mask_info": MaskInfo(q_positions=jnp.zeros((1, 3), jnp.int32)), "causal": True},
+        lambda: {"mask_info": MaskInfo(q_positions=host.zeros((1, 3), jnp.int32)), "causal": True},
         ValueError,
         ["q_positions", "(1, 3)"],
     ),
     "mask_info_lengths": (
-        operands(b=1) | {"mask_info": MaskInfo.from_lengths(ints(1, 2, 1), ints(1, 2, 2))},
+        lambda: on_host(b=1) | {"mask_info": MaskInfo.from_lengths(ints(1, 2, 1), ints(1, 2, 2))},
         ValueError,
         ["lengths", "(3,)"],
     ),
     "mask_info_lengths_twice": (
-        {"mask_info": MaskInfo(q_lengths=ints(1, 2), cum_seqlens_k=ints(0, 1, 2))},
+        lambda: {"mask_info": MaskInfo(q_lengths=ints(1, 2), cum_seqlens_k=ints(0, 1, 2))},
         ValueError,
         ["mask_info", "both lengths and cum_seqlens"],
     ),
     "mask_info_window": (
-        {"mask_info": MaskInfo(sliding_window=(-5, 2))},
+        lambda: {"mask_info": MaskInfo(sliding_window=(-5, 2))},
         ValueError,
         ["sliding_window", "-1 for no limit", "(-5, 2)"],
     ),
@@ -349,7 +378,7 @@ BAD = {
     "params_exchanged": ({"bwd_params": FwdParams()}, TypeError, ["bwd_params", "a BwdParams"]),
     # meshes
     "out_specs_missing": (
-        {
+        lambda: {
             "mesh": jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
             "in_specs": (P("x"),),
         },
@@ -365,9 +394,14 @@ BAD = {
 }
 
 
+def bad_call(name):
+    arguments, exception, words = BAD[name]
+    return host.to_jax(arguments() if callable(arguments) else arguments), exception, words
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_say_what_is_wrong(name):
-    arguments, exception, words = BAD[name]
+    arguments, exception, words = bad_call(name)
     with pytest.raises(exception) as caught:
         flash_attention(**operands() | arguments)
     assert type(caught.value) is exception
@@ -379,14 +413,14 @@ def test_bad_calls_say_what_is_wrong(name):
     "name", ["mask_2d", "heads", "window_negative", "sinks_ambiguous", "cap_zero"]
 )
 def test_messages_name_the_function(name):
-    arguments, exception, _ = BAD[name]
+    arguments, exception, _ = bad_call(name)
     with pytest.raises(exception, match=r"^`flash_attention`: "):
         flash_attention(**operands() | arguments)
 
 
 @pytest.mark.parametrize("name", ["mask_2d", "heads", "one_cum_seqlens", "dropout_one"])
 def test_the_same_checks_under_jit_and_in_an_executor(name):
-    arguments, exception, words = BAD[name]
+    arguments, exception, words = bad_call(name)
     executor, kernel = create_default_executor(), FlashAttention()
     values = operands() | arguments
     arrays = {n: values.pop(n) for n in list(values) if isinstance(values[n], jax.Array)}
@@ -539,7 +573,7 @@ def test_strict_promotion_is_the_users_choice():
     """Masks are bools, and half-width inputs are summed in float32: neither is promoted."""
     values = {name: x.astype(jnp.bfloat16) for name, x in operands().items()}
     mask = jnp.ones((1, 1, 1, S), bool)
-    lengths = {"cum_seqlens_q": ints(0, 5, 8), "cum_seqlens_k": ints(0, 6, 9)}
+    lengths = {"cum_seqlens_q": jnp.asarray([0, 5, 8]), "cum_seqlens_k": jnp.asarray([0, 6, 9])}
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         outs = [
             flash_attention(**operands(), attention_mask=mask),
@@ -586,7 +620,10 @@ def words_keep(low, high):
     ids=lambda x: f"{getattr(x, 'dtype', 'int')}{np.asarray(x).tolist()}",
 )
 def test_forms_of_a_seed(seed, low, high):
-    np.testing.assert_array_equal(kept_pairs(seed), words_keep(low, high))
+    """Numbers, and arrays of NumPy and of JAX."""
+    of_32_bits = getattr(seed, "dtype", None) in (np.int32, np.uint32)
+    for form in (seed, jnp.asarray(seed)) if of_32_bits else (seed,):
+        np.testing.assert_array_equal(kept_pairs(form), words_keep(low, high))
 
 
 def test_a_seed_may_be_traced():

@@ -12,9 +12,18 @@ from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules.operations.grouped_matmul import grouped_matmul
+from tests import host
 
 M, K, N, G = 11, 4, 3, 3
-SIZES = jnp.asarray([4, 0, 5], jnp.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global SIZES
+    SIZES = jnp.asarray([4, 0, 5], jnp.int32)
+
+
 ROWS = (slice(0, 4), slice(4, 4), slice(4, 9))
 
 
@@ -248,29 +257,33 @@ def test_no_array_grows_with_groups_times_rows():
     ("change", "error", "message"),
     [
         ({"group_sizes": None}, ValueError, "needs `group_sizes`"),
-        ({"group_sizes": jnp.asarray([1, 2])}, ValueError, "must have 3 entries"),
-        ({"group_sizes": jnp.ones(3)}, TypeError, "group_sizes"),
-        ({"rhs": normal(1, (G, N, K))}, ValueError, "transpose_rhs"),
-        ({"rhs": normal(1, (K, N))}, ValueError, "rhs"),
-        ({"rhs": normal(1, (1, G, K, N))}, ValueError, "does not go with"),
-        ({"lhs": normal(1, (2, M, K))}, ValueError, "group_sizes"),
-        ({"lhs": jnp.ones((M, K), jnp.int32)}, TypeError, "lhs"),
+        ({"group_sizes": host.asarray([1, 2])}, ValueError, "must have 3 entries"),
+        ({"group_sizes": host.ones(3)}, TypeError, "group_sizes"),
+        ({"rhs": host.normal(1, (G, N, K))}, ValueError, "transpose_rhs"),
+        ({"rhs": host.normal(1, (K, N))}, ValueError, "rhs"),
+        ({"rhs": host.normal(1, (1, G, K, N))}, ValueError, "does not go with"),
+        ({"lhs": host.normal(1, (2, M, K))}, ValueError, "group_sizes"),
+        ({"lhs": host.ones((M, K), jnp.int32)}, TypeError, "lhs"),
         ({"rhs": np.ones((G, K, N), np.int8)}, TypeError, "`rhs` must have a dtype of kind F"),
-        ({"lhs": normal(1, (1, G, M, K)), "rhs": normal(2, (1, G, K, N))}, ValueError, "belong"),
+        (
+            {"lhs": host.normal(1, (1, G, M, K)), "rhs": host.normal(2, (1, G, K, N))},
+            ValueError,
+            "belong",
+        ),
         ({"preferred_element_type": "int8"}, TypeError, "float dtype"),
         ({"preferred_element_type": "nonsense"}, TypeError, "must be a dtype"),
-        ({"group_offset": jnp.asarray([1, 2])}, ValueError, "scalar"),
+        ({"group_offset": host.asarray([1, 2])}, ValueError, "scalar"),
         ({"group_offset": 0.5}, TypeError, "group_offset"),
         ({"group_offset": 1}, ValueError, r"in \[0, 0\]: `rhs` holds 3 of the 3 groups .*; got 1"),
         ({"group_offset": -1}, ValueError, "`group_offset` must be in .*; got -1"),
-        ({"existing_out": normal(1, (M, N + 1))}, ValueError, "existing_out"),
-        ({"existing_out": normal(1, (M, N)).astype(jnp.bfloat16)}, ValueError, "existing_out"),
+        ({"existing_out": host.normal(1, (M, N + 1))}, ValueError, "existing_out"),
+        ({"existing_out": host.normal(1, (M, N)).astype(jnp.bfloat16)}, ValueError, "existing_out"),
         ({"platform": "triton"}, UnsupportedError, "triton"),
     ],
 )
 def test_errors(change, error, message):
     lhs, rhs = operands()
-    call = {"lhs": lhs, "rhs": rhs, "group_sizes": SIZES} | change
+    call = {"lhs": lhs, "rhs": rhs, "group_sizes": SIZES} | host.to_jax(change)
     with pytest.raises(error, match=message):
         grouped_matmul(**call)
 

@@ -13,9 +13,10 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._xla.mean_pooling import fwd, rows
 from ejkernel.modules.operations.mean_pooling import mean_pooling
+from tests import host
 
 SPEC = kernel_registry.spec("mean_pooling")
-CUTS = jnp.asarray([0, 3, 3, 8], jnp.int32)  # of 11 tokens: the last three are outside
+CUTS = host.asarray([0, 3, 3, 8], jnp.int32)  # of 11 tokens: the last three are outside
 
 
 def normal(seed, shape):
@@ -40,7 +41,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
 
 
-MASK = jnp.asarray(np.random.default_rng(4).random((1, 11)) < 0.5)
+MASK = np.random.default_rng(4).random((1, 11)) < 0.5
 OPTIONS = {
     "plain": {},
     "mask": {"mask": MASK},
@@ -54,8 +55,9 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_derivatives(name):
     x, direction = normal(1, (1, 11, 2, 3)), normal(2, (1, 11, 2, 3))
-    ours = functools.partial(mean_pooling, **OPTIONS[name])
-    wanted = functools.partial(reference, **OPTIONS[name])
+    options = host.to_jax(OPTIONS[name])
+    ours = functools.partial(mean_pooling, **options)
+    wanted = functools.partial(reference, **options)
 
     def everything(fn):
         # value, gradient, and the derivatives of both along a direction
@@ -71,8 +73,8 @@ def test_shapes():
     x = normal(1, (1, 11, 3))
     assert mean_pooling(x).shape == (1, 3)
     assert mean_pooling(x, chunk_size=4).shape == (1, 3, 3)
-    assert mean_pooling(x, cu_seqlens=CUTS).shape == (3, 3)
-    both = mean_pooling(x, cu_seqlens=CUTS, chunk_size=2)
+    assert mean_pooling(x, cu_seqlens=jnp.asarray(CUTS)).shape == (3, 3)
+    both = mean_pooling(x, cu_seqlens=jnp.asarray(CUTS), chunk_size=2)
     assert both.shape == (11 // 2 + 3, 3)
     # two chunks of three tokens, none, three of five, and zeros
     assert_close(both[1], x[0, 2])
@@ -84,7 +86,7 @@ def test_shapes():
 
 @pytest.mark.parametrize("name", ["mask", "mask_chunks", "packed", "packed_chunks"])
 def test_nan_in_tokens_that_do_not_count_reaches_nothing(name):
-    x, options = normal(1, (1, 11, 3)), OPTIONS[name]
+    x, options = normal(1, (1, 11, 3)), host.to_jax(OPTIONS[name])
     inside = jnp.arange(11) < 8
     counted = options.get("mask", inside[None])
     spoiled = jnp.where(counted[..., None], x, jnp.nan)
@@ -97,7 +99,7 @@ def test_nan_in_tokens_that_do_not_count_reaches_nothing(name):
 
 def test_nan_stays_in_its_sequence():
     x = normal(1, (1, 11, 3)).at[0, 2].set(jnp.nan)
-    out = mean_pooling(x, cu_seqlens=CUTS)
+    out = mean_pooling(x, cu_seqlens=jnp.asarray(CUTS))
     assert jnp.isnan(out[0]).all()
     assert jnp.isfinite(out[1:]).all()
 
@@ -105,7 +107,7 @@ def test_nan_stays_in_its_sequence():
 @pytest.mark.parametrize("chunk_size", [None, 2, 50])
 def test_the_scan_of_other_devices_agrees_with_the_scatter(chunk_size):
     x = normal(1, (1, 11, 3))
-    values = SPEC.complete({"inputs": x, "cu_seqlens": CUTS, "chunk_size": chunk_size})
+    values = SPEC.complete({"inputs": x, "cu_seqlens": jnp.asarray(CUTS), "chunk_size": chunk_size})
     made = rows.make(SPEC.canonicalize(values))
     tokens = jnp.where(made.inside[:, None], x[0], 0)
     assert_close(jax.jit(fwd._scan)(tokens, made), fwd._scatter(tokens, made))
@@ -188,14 +190,14 @@ def test_batch_and_features_split_over_devices():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"mask": jnp.ones((1, 11)), "cu_seqlens": CUTS}, ValueError, "cannot be given together"),
-        ({"inputs": normal(1, (2, 11, 3)), "cu_seqlens": CUTS}, ValueError, "batch must be 1"),
-        ({"cu_seqlens": jnp.zeros(0, jnp.int32)}, ValueError, "n \\+ 1"),
-        ({"cu_seqlens": jnp.zeros(3)}, TypeError, "cu_seqlens"),
-        ({"mask": jnp.ones((1, 10))}, ValueError, "mask"),
-        ({"inputs": normal(1, (1, 11, 2, 3)), "mask": jnp.ones((1, 9))}, ValueError, "mask"),
-        ({"inputs": normal(1, (11, 3))}, ValueError, "inputs"),
-        ({"inputs": jnp.ones((1, 11, 3), jnp.int32)}, TypeError, "inputs"),
+        ({"mask": host.ones((1, 11)), "cu_seqlens": CUTS}, ValueError, "cannot be given together"),
+        ({"inputs": host.normal(1, (2, 11, 3)), "cu_seqlens": CUTS}, ValueError, "batch must be 1"),
+        ({"cu_seqlens": host.zeros(0, jnp.int32)}, ValueError, "n \\+ 1"),
+        ({"cu_seqlens": host.zeros(3)}, TypeError, "cu_seqlens"),
+        ({"mask": host.ones((1, 10))}, ValueError, "mask"),
+        ({"inputs": host.normal(1, (1, 11, 2, 3)), "mask": host.ones((1, 9))}, ValueError, "mask"),
+        ({"inputs": host.normal(1, (11, 3))}, ValueError, "inputs"),
+        ({"inputs": host.ones((1, 11, 3), jnp.int32)}, TypeError, "inputs"),
         ({"chunk_size": 0}, ValueError, ">= 1"),
         ({"chunk_size": 2.5}, TypeError, "chunk_size"),
         ({"platform": "cuda"}, UnsupportedError, "cuda"),
@@ -203,7 +205,7 @@ def test_batch_and_features_split_over_devices():
 )
 def test_errors(change, error, message):
     with pytest.raises(error, match=message):
-        mean_pooling(**{"inputs": normal(1, (1, 11, 3))} | change)
+        mean_pooling(**{"inputs": normal(1, (1, 11, 3))} | host.to_jax(change))
 
 
 def test_debug_checks_lengths():

@@ -17,12 +17,12 @@ def normal(seed, shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-QUERY, KEY, VALUE = (
-    normal(1, (B, T, H, D)),
-    normal(2, (B, S, G, D)),
-    normal(3, (B, S, G, E)),
-)
-BIAS = normal(4, (1, H, T, S))
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global QUERY, KEY, VALUE, BIAS
+    QUERY, KEY = normal(1, (B, T, H, D)), normal(2, (B, S, G, D))
+    VALUE, BIAS = normal(3, (B, S, G, E)), normal(4, (1, H, T, S))
 
 
 def mask_of(kind):

@@ -22,6 +22,7 @@ from ejkernel.modules import (
     mla_attention,
 )
 from ejkernel.ops import BwdParams, FwdParams
+from tests import host
 from tests.kernels import harness
 
 SPEC = kernel_registry.spec("mla_attention")
@@ -96,16 +97,16 @@ OPTIONS = {
     "window_cap_sinks": {
         "sliding_window": (5, 3),
         "logits_soft_cap": 2.0,
-        "softmax_aux": jnp.linspace(-1.0, 1.0, HEADS)[:, None],
+        "softmax_aux": host.asarray(np.linspace(-1.0, 1.0, HEADS)[:, None]),
         "softmax_scale": 0.6,
     },
     "rows_dropout_alibi": {
         "causal": True,
-        "cum_seqlens_q": jnp.asarray([0, 15, 36]),
-        "cum_seqlens_k": jnp.asarray([0, 26, 35]),
+        "cum_seqlens_q": host.asarray([0, 15, 36]),
+        "cum_seqlens_k": host.asarray([0, 26, 35]),
         "dropout_prob": 0.3,
         "dropout_seed": 7,
-        "alibi_slopes": jnp.linspace(0.1, 0.5, HEADS),
+        "alibi_slopes": host.asarray(np.linspace(0.1, 0.5, HEADS)),
     },
 }
 
@@ -115,7 +116,7 @@ OPTIONS = {
     [pytest.param(n, marks=[] if n == "window_cap_sinks" else pytest.mark.slow) for n in OPTIONS],
 )
 def test_equals_attention_over_expanded_keys(name):
-    assert_forms_equal_expanded(arrays(), **OPTIONS[name])
+    assert_forms_equal_expanded(arrays(), **host.to_jax(OPTIONS[name]))
 
 
 def test_gradients_of_bias_and_sinks():

@@ -16,6 +16,7 @@ from ejkernel.modules import (
     mla_attention,
     mla_page_attention,
 )
+from tests import host
 
 W, BLOCKS, HEADS, D, E, L, R = 4, 3, 4, 6, 5, 8, 4
 ROOM = W * BLOCKS
@@ -58,8 +59,8 @@ OPTIONS = {
     "everything": {
         "sliding_window": (6, -1),
         "logits_soft_cap": 2.0,
-        "softmax_aux": jnp.linspace(-1.0, 1.0, HEADS)[:, None],
-        "alibi_slopes": jnp.linspace(0.1, 0.5, HEADS),
+        "softmax_aux": host.asarray(np.linspace(-1.0, 1.0, HEADS)[:, None]),
+        "alibi_slopes": host.asarray(np.linspace(0.1, 0.5, HEADS)),
     },
 }
 
@@ -76,7 +77,7 @@ def test_equals_latent_attention_of_packed_sequences(name):
         jax.random.normal(k, (L, HEADS, n)) for k, n in zip(keys[1:], (D, E), strict=True)
     )
     q_nope = jnp.einsum("nhd,lhd->nhl", query, w_kc, precision="highest")
-    options = OPTIONS[name] | {"softmax_scale": SCALE, "return_lse": True}
+    options = host.to_jax(OPTIONS[name]) | {"softmax_scale": SCALE, "return_lse": True}
     out, lse = jax.jit(lambda *xs: attend(*xs, COUNT, **options))(q_nope, q_pe, *rest)
     out = jnp.einsum("nhl,lhe->nhe", out, w_vc, precision="highest")
     expected, expected_lse = mla_attention(

@@ -12,6 +12,7 @@ from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import apply_native_sparse_attention, native_sparse_attention
+from tests import host
 from tests.kernels import harness
 from tests.modules.test_native_sparse_attention import (
     APPLY,
@@ -24,7 +25,13 @@ from tests.modules.test_native_sparse_attention import (
 )
 
 OPTIONS = {"block_counts": 2, "block_size": 4, "window_size": 3}
-CUTS = jnp.asarray([0, 10, 10, 21], jnp.int32)  # of 23 tokens: the last two are outside
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cuts():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global CUTS
+    CUTS = jnp.asarray([0, 10, 10, 21], jnp.int32)  # of 23 tokens: the last two are outside
 
 
 def ours(*xs, **more):
@@ -221,8 +228,8 @@ ERRORS = [
     ({"block_counts": None}, ValueError, "`block_counts` must be an int >= 1"),
     ({"block_counts": True}, ValueError, "`block_counts` must be an int >= 1"),
     ({"block_counts": 2.0}, ValueError, "`block_counts` must be an int >= 1"),
-    ({"block_counts": jnp.ones((1, 23), int)}, ValueError, "`block_counts` must have 3 axes"),
-    ({"block_counts": jnp.ones((1, 23, 4), int)}, ValueError, "`block_counts` must have shape"),
+    ({"block_counts": host.ones((1, 23), int)}, ValueError, "`block_counts` must have 3 axes"),
+    ({"block_counts": host.ones((1, 23, 4), int)}, ValueError, "`block_counts` must have shape"),
     ({"block_size": 0}, ValueError, "`block_size` must be an int >= 1"),
     ({"block_size": 1.5}, TypeError, "`block_size`"),
     ({"window_size": -1}, ValueError, "`window_size` must be an int >= 0"),
@@ -239,23 +246,24 @@ ERRORS = [
     ),
     ({"block_indices": np.full((1, 23, 2, 2), -2)}, ValueError, "must be -1 .none. or in"),
     ({"softmax_scale": float("nan")}, ValueError, "`softmax_scale` must be finite"),
-    ({"cu_seqlens": jnp.zeros(0, int)}, ValueError, "`cu_seqlens` must have at least one entry"),
-    ({"cu_seqlens": jnp.zeros(3)}, TypeError, "`cu_seqlens`"),
-    ({"g_cmp": jnp.ones((1, 23, 2))}, ValueError, "`g_cmp` must have shape"),
-    ({"block_indices": jnp.zeros((1, 23, 4, 2), int)}, ValueError, "`block_indices` must have"),
-    ({"block_indices": jnp.zeros((1, 23, 2, 17), int)}, ValueError, "Pass `block_counts=17`"),
-    ({"query": jnp.ones((1, 23, 3, 6))}, ValueError, "must be a multiple"),
-    ({"key": jnp.ones((1, 22, 2, 6))}, ValueError, "`key` must have shape"),
-    ({"value": jnp.ones((1, 23, 2, 6), jnp.bfloat16)}, TypeError, "the dtype of `query`"),
+    ({"cu_seqlens": host.zeros(0, int)}, ValueError, "`cu_seqlens` must have at least one entry"),
+    ({"cu_seqlens": host.zeros(3)}, TypeError, "`cu_seqlens`"),
+    ({"g_cmp": host.ones((1, 23, 2))}, ValueError, "`g_cmp` must have shape"),
+    ({"block_indices": host.zeros((1, 23, 4, 2), int)}, ValueError, "`block_indices` must have"),
+    ({"block_indices": host.zeros((1, 23, 2, 17), int)}, ValueError, "Pass `block_counts=17`"),
+    ({"query": host.ones((1, 23, 3, 6))}, ValueError, "must be a multiple"),
+    ({"key": host.ones((1, 22, 2, 6))}, ValueError, "`key` must have shape"),
+    ({"value": host.ones((1, 23, 2, 6), jnp.bfloat16)}, TypeError, "the dtype of `query`"),
     ({"platform": "cuda"}, UnsupportedError, "cuda"),
 ]
 
 
+@pytest.mark.parametrize("form", [lambda x: x, host.to_jax], ids=["numpy", "jax"])
 @pytest.mark.parametrize(("change", "error", "message"), ERRORS)
-def test_errors(change, error, message):
+def test_errors(change, error, message, form):
     values = dict(zip(("query", "key", "value"), arrays(), strict=True))
     with pytest.raises(error, match=message):
-        native_sparse_attention(**values | change)
+        native_sparse_attention(**values | form(change))
 
 
 def test_packing_needs_one_row():

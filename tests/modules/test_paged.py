@@ -24,6 +24,7 @@ from ejkernel.modules.operations.update_paged_cache import (
     update_paged_cache,
 )
 from ejkernel.ops.execution.executor import default_executor
+from tests import host
 from tests.kernels import harness
 
 W, BLOCKS, HEADS, GROUPS, D, E = 4, 3, 4, 2, 8, 6
@@ -87,8 +88,8 @@ OPTIONS = {
     "everything": {
         "sliding_window": 6,
         "logits_soft_cap": 2.0,
-        "softmax_aux": jnp.linspace(-1.0, 1.0, HEADS)[:, None],
-        "alibi_slopes": jnp.linspace(0.1, 0.5, HEADS),
+        "softmax_aux": host.asarray(np.linspace(-1.0, 1.0, HEADS)[:, None]),
+        "alibi_slopes": host.asarray(np.linspace(0.1, 0.5, HEADS)),
     },
 }
 
@@ -96,12 +97,14 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_dense_attention_over_the_same_keys(name):
     q, kc, vc, lens, tables, k, v = setup()
-    expected = flash_rows(q, k, v, **OPTIONS[name])
-    pages = page_attention(q, kc, vc, lens, tables, return_lse=True, **OPTIONS[name])
+    expected = flash_rows(q, k, v, **host.to_jax(OPTIONS[name]))
+    pages = page_attention(q, kc, vc, lens, tables, return_lse=True, **host.to_jax(OPTIONS[name]))
     hidden = jnp.arange(ROOM)[None, :, None, None] >= lens[:, None, None, None]
     k, v = (jnp.where(hidden, jnp.nan, x) for x in (k, v))
     starts = jnp.zeros_like(lens)
-    ragged = ragged_decode_attention(q, k, v, starts, lens, return_lse=True, **OPTIONS[name])
+    ragged = ragged_decode_attention(
+        q, k, v, starts, lens, return_lse=True, **host.to_jax(OPTIONS[name])
+    )
     for actual in (pages, ragged):
         for a, e in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
@@ -304,7 +307,7 @@ def packed(fill=np.nan):
 def test_packed_queries_equal_dense_attention(name):
     queries, pages, lens, tables, starts, k, v = packed()
     out, lse = ragged_page_attention(
-        queries, pages, lens, tables, starts, BATCH, return_lse=True, **OPTIONS[name]
+        queries, pages, lens, tables, starts, BATCH, return_lse=True, **host.to_jax(OPTIONS[name])
     )
     expected, expected_lse = flash_attention(
         queries[None],
@@ -314,7 +317,7 @@ def test_packed_queries_equal_dense_attention(name):
         cum_seqlens_q=starts,
         cum_seqlens_k=jnp.asarray(SUMS),
         return_lse=True,
-        **OPTIONS[name],
+        **host.to_jax(OPTIONS[name]),
     )
     mine = slice(0, STARTS[-1])
     np.testing.assert_allclose(out[mine], expected[0, mine], rtol=2e-5, atol=2e-6)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel import _settings
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import Recurrent, RecurrentConfig, create_default_executor, recurrent
+from tests import host
 
 SPEC = kernel_registry.spec("recurrent")
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -23,13 +24,17 @@ LAYERS = [
 LENGTHS = (5, 2, 3)  # of those layers that have them
 
 
-def call(cell="lstm", both=False, biases=True, seed=0, sizes=(3, 5, 4, 3)):
+def call(*args, **options):
     """Inputs, state and weights of a layer."""
+    return host.to_jax(on_host(*args, **options))
+
+
+def on_host(cell="lstm", both=False, biases=True, seed=0, sizes=(3, 5, 4, 3)):
     b, t, i, d = sizes
     rng, m = np.random.default_rng(seed), {"lstm": 4, "gru": 3, "rnn": 1}[cell] * d
 
     def normal(*shape):
-        return jnp.asarray(0.7 * rng.standard_normal(shape), jnp.float32)
+        return host.asarray(0.7 * rng.standard_normal(shape))
 
     states = tuple(normal(*((2,) if both else ()), b, d) for _ in range(2))
     shapes = {"w_ih": (m, i), "w_hh": (m, d)} | ({"b_ih": (m,), "b_hh": (m,)} if biases else {})
@@ -107,18 +112,20 @@ def test_torch_itself(name):
 # Values by hand, and edges
 
 
-ONES = {"w_ih": jnp.ones((1, 1)), "w_hh": jnp.ones((1, 1))}
-STEPS = jnp.asarray([[1.0, 2.0, 4.0], [8.0, jnp.nan, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+ONES = {"w_ih": host.ones((1, 1)), "w_hh": host.ones((1, 1))}
+STEPS = host.asarray([[1.0, 2.0, 4.0], [8.0, jnp.nan, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
 
 
 def test_a_sum_by_hand():
     """h[t] = x[t] + h[t-1]; lengths 3, 1 and 0, from the sequence's own end when reversed."""
-    add = functools.partial(recurrent, weights=ONES, cell_type="rnn", activation="identity")
+    add = functools.partial(
+        recurrent, weights=host.to_jax(ONES), cell_type="rnn", activation="identity"
+    )
     lengths, start = jnp.asarray([3, 1, 0]), jnp.asarray([[10.0], [20.0], [30.0]])
-    out, last = add(STEPS[..., None], start, lengths=lengths)
+    out, last = add(jnp.asarray(STEPS)[..., None], start, lengths=lengths)
     np.testing.assert_array_equal(out[..., 0], [[11, 13, 17], [28, 0, 0], [0, 0, 0]])
     np.testing.assert_array_equal(last[:, 0], [17, 28, 30])
-    out, last = add(STEPS[..., None], start, lengths=lengths, reverse=True)
+    out, last = add(jnp.asarray(STEPS)[..., None], start, lengths=lengths, reverse=True)
     np.testing.assert_array_equal(out[..., 0], [[17, 16, 14], [28, 0, 0], [0, 0, 0]])
     np.testing.assert_array_equal(last[:, 0], [17, 28, 30])
 

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.modules import recurrent
-from tests.modules.test_recurrent import call
+from tests import host
+from tests.modules.test_recurrent import call, on_host
 
-X, STATE, WEIGHTS = call()
-_, BOTH_STATES, BOTH = call(both=True)
+X, STATE, WEIGHTS = on_host()
+_, BOTH_STATES, BOTH = on_host(both=True)
 TORCHS = {n.replace("w_", "weight_").replace("b_", "bias_") + "_l0": x for n, x in WEIGHTS.items()}
-FLAT = {name: jnp.ones(12) for name in WEIGHTS}
+FLAT = {name: host.ones(12) for name in WEIGHTS}
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,16 @@ FLAT = {name: jnp.ones(12) for name in WEIGHTS}
         ({"cell_type": "gru", "hidden": STATE[0]}, ValueError,
          r"`weights\['w_ih'\]` of a gru must be \[3 \* d, i\] with d=3.*got \(12, 4\)"),
         ({"weights": FLAT}, ValueError, r"`weights\['w_ih'\]`.*\[4 \* d, i\]; got \(12,\)"),
-        ({"weights": WEIGHTS | {"w_hh": jnp.ones((8, 3))}}, ValueError,
+        ({"weights": WEIGHTS | {"w_hh": host.ones((8, 3))}}, ValueError,
          r"`weights\['w_hh'\]`.*\[4 \* d, d\] with d=3.*got \(8, 3\)"),
-        ({"weights": WEIGHTS | {"b_hh": jnp.ones(3)}}, ValueError, r"\[4 \* d\].*got \(3,\)"),
+        ({"weights": WEIGHTS | {"b_hh": host.ones(3)}}, ValueError, r"\[4 \* d\].*got \(3,\)"),
         ({"weights": WEIGHTS | {"b_ih": 0.0}}, TypeError, r"`weights\['b_ih'\]` must be an array"),
-        ({"weights": WEIGHTS | {"w_ih": jnp.ones((12, 5))}}, ValueError, "4 features of `inputs`"),
-        ({"weights": WEIGHTS | {"b_ih": jnp.ones(12, jnp.bfloat16)}}, TypeError,
+        ({"weights": WEIGHTS | {"w_ih": host.ones((12, 5))}}, ValueError, "4 features of `inputs`"),
+        ({"weights": WEIGHTS | {"b_ih": host.ones(12, jnp.bfloat16)}}, TypeError,
          "`b_ih` must have the dtype of `inputs`, float32; got bfloat16"),
         ({"weights": TORCHS | {"weight_ih_l1": X}}, ValueError, "_ih_l1.*One call is one layer"),
         ({"weights": TORCHS | {"w_ih": X}}, ValueError, r"'weight_ih_l0'.*got also \['w_ih'\]"),
-        ({"weights": TORCHS | {"bias_hh_l0": jnp.ones(3)}}, ValueError,
+        ({"weights": TORCHS | {"bias_hh_l0": host.ones(3)}}, ValueError,
          r"`weights\['bias_hh_l0'\]` of a lstm.*from `weight_hh_l0`"),
         ({"hidden": STATE[0]}, ValueError, r"of an lstm must be the pair \(h, c\).*got one array"),
         ({"hidden": (STATE[0],)}, ValueError, r"the pair \(h, c\).*got 1 values"),
@@ -49,8 +50,8 @@ FLAT = {name: jnp.ones(12) for name in WEIGHTS}
         ({"bidirectional": True, "weights": BOTH}, ValueError, r"must be \[2, b, d\], \(2, 3, 3\)"),
         ({"bidirectional": True, "reverse": True, "weights": BOTH}, ValueError,
          "`reverse` must be False with `bidirectional`"),
-        ({"lengths": jnp.ones(2, jnp.int32)}, ValueError, r"`lengths` must.*b=3.*got \(2,\)"),
-        ({"lengths": jnp.ones(3)}, TypeError, "`lengths` must have a dtype of kind Int"),
+        ({"lengths": host.ones(2, jnp.int32)}, ValueError, r"`lengths` must.*b=3.*got \(2,\)"),
+        ({"lengths": host.ones(3)}, TypeError, "`lengths` must have a dtype of kind Int"),
         ({"lengths": [1, 2, 3]}, TypeError, "`lengths` must be an array"),
         ({"inputs": X[0]}, ValueError, "`inputs` must have 3 axes"),
         ({"inputs": 1.0}, TypeError, "`inputs` must be an array"),
@@ -63,6 +64,7 @@ FLAT = {name: jnp.ones(12) for name in WEIGHTS}
 )  # fmt: skip
 def test_errors(change, error, message):
     arguments = {"inputs": X, "hidden": STATE, "weights": WEIGHTS} | change
+    arguments = host.to_jax(arguments)
     with pytest.raises(error, match=message):
         recurrent(**arguments)
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import sampled_matmul, sparse_matmul
+from tests import host
 
 M, K, N, SIZE = 10, 7, 6, 4
 ROWS, COLS = np.array([0, 2, 2, 1, 2], np.int32), np.array([1, 0, 0, 1, 1], np.int32)
@@ -172,41 +173,43 @@ def test_no_full_matrix_exists():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * m * k / 32
 
 
+@pytest.mark.parametrize("form", [lambda x: x, host.to_jax], ids=["numpy", "jax"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"rows": np.array([0, 2, 3, 1, 2])}, ValueError, r"`rows` must .*3\).* got 3 at entry 2"),
-        ({"cols": jnp.asarray([0, 1, 0, 1, -1])}, ValueError, r"\[0, 2\).*-1 at entry 4"),
+        ({"cols": np.array([0, 1, 0, 1, -1])}, ValueError, r"\[0, 2\).*-1 at entry 4"),
         ({"rows": ROWS[:4]}, ValueError, "rows"),
         ({"rows": ROWS.astype(np.float32)}, TypeError, "rows"),
         ({"shape": (M, K + 1)}, ValueError, "k=7"),
         ({"shape": (-1, K)}, ValueError, "must be in|m >= 0"),
-        ({"blocks": normal(1, 5, SIZE, SIZE + 1)}, ValueError, "blocks"),
-        ({"blocks": normal(1, 5, 0, 0)}, ValueError, "at least one row"),
-        ({"dense": jnp.ones((K, N), jnp.bfloat16)}, TypeError, "dtype of `blocks`"),
+        ({"blocks": host.normal(1, (5, SIZE, SIZE + 1))}, ValueError, "blocks"),
+        ({"blocks": host.normal(1, (5, 0, 0))}, ValueError, "at least one row"),
+        ({"dense": host.ones((K, N), jnp.bfloat16)}, TypeError, "dtype of `blocks`"),
     ],
 )
-def test_errors(change, error, message):
+def test_errors(change, error, message, form):
     blocks, dense = operands()
-    call = {"blocks": blocks, "rows": ROWS, "cols": COLS, "dense": dense, "shape": (M, K)} | change
+    call = {"blocks": blocks, "rows": ROWS, "cols": COLS, "dense": dense, "shape": (M, K)}
     with pytest.raises(error, match=message):
-        sparse_matmul(**call)
+        sparse_matmul(**call | form(change))
 
 
+@pytest.mark.parametrize("form", [lambda x: x, host.to_jax], ids=["numpy", "jax"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"rows": np.array([0, 2, 3, 1, 2])}, ValueError, r"`rows` must .*3\).* got 3 at entry 2"),
         ({"block_size": 0}, ValueError, "at least 1; got 0"),
         ({"block_size": 2.0}, TypeError, "block_size"),
-        ({"rhs": normal(4, N + 1, K)}, ValueError, "rhs"),
-        ({"rhs": normal(4, N, K).astype(jnp.bfloat16)}, TypeError, "dtype of `lhs`"),
+        ({"rhs": host.normal(4, (N + 1, K))}, ValueError, "rhs"),
+        ({"rhs": host.normal(4, (N, K)).astype(jnp.bfloat16)}, TypeError, "dtype of `lhs`"),
     ],
 )
-def test_errors_of_sampled(change, error, message):
+def test_errors_of_sampled(change, error, message, form):
     call = {"lhs": normal(3, M, N), "rhs": normal(4, N, K), "rows": ROWS, "cols": COLS}
     with pytest.raises(error, match=message):
-        sampled_matmul(**(call | {"block_size": SIZE} | change))
+        sampled_matmul(**(call | {"block_size": SIZE} | form(change)))
 
 
 @pytest.mark.parametrize("op", ["sparse_matmul", "sampled_matmul"])

@@ -14,7 +14,6 @@ from ejkernel.modules import flash_attention
 from ejkernel.ops import find_labels_in_lowered, policy_override
 
 H200 = _device.Target("gpu", "NVIDIA H200", "9.0")
-CPU = _device.describe(jax.devices("cpu")[0])
 
 
 def inputs(dtype, batch=2):
@@ -40,8 +39,9 @@ def there(monkeypatch):
 
 
 def by_xla(form, *arrays):
+    here = _device.describe(jax.devices("cpu")[0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_device, "find", lambda mesh=None: CPU)
+        patch.setattr(_device, "find", lambda mesh=None: here)
         return jax.jit(form(attend("xla")))(*arrays)
 
 

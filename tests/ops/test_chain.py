@@ -24,7 +24,12 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.selection import Stored
 
-X = jax.random.normal(jax.random.key(0), (4,))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (4,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,12 @@ from ejkernel import _settings
 from ejkernel.modules import FlashAttention, create_default_executor
 from ejkernel.ops import Executor, Kernel
 
-X = jax.random.normal(jax.random.key(0), (3,))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (3,))
 
 
 class Traced(Kernel):

@@ -11,9 +11,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 from ejkernel.errors import SelectionError, UnsupportedError
 from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel
 
-KEYS = jax.random.split(jax.random.key(5), 4)
-A = jax.random.normal(KEYS[0], (3, 4))
-B = jax.random.normal(KEYS[1], (4, 2))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global KEYS, A, B
+    KEYS = jax.random.split(jax.random.key(5), 4)
+    A = jax.random.normal(KEYS[0], (3, 4))
+    B = jax.random.normal(KEYS[1], (4, 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,13 @@ from ejkernel.ops import (
 )
 
 ROOT = pathlib.Path(__file__).parents[2]
-X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (4, 8))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,17 @@ from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import Backend, Platform, kernel_registry
 from ejkernel.modules import Attention, FlashAttention, flash_attention
 from ejkernel.ops import Executor
+from tests import host
 
 OP = "flash_attention"
-KEYS = jax.random.split(jax.random.key(2), 3)
-Q, K, V = (jax.random.normal(key, (1, 6, 2, 4)) for key in KEYS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global Q, K, V
+    keys = jax.random.split(jax.random.key(2), 3)
+    Q, K, V = (jax.random.normal(key, (1, 6, 2, 4)) for key in keys)
 
 
 @pytest.fixture(autouse=True)
@@ -237,17 +244,18 @@ def test_outside_function_receives_what_the_call_sets():
         ("sliding_window", 3),
         ("logits_soft_cap", 4.0),
         ("return_lse", True),
-        ("attention_mask", jnp.ones((1, 1, 6, 6), bool)),
-        ("bias", jnp.ones((1, 1, 1, 6))),
-        ("softmax_aux", jnp.ones((1, 1))),
-        ("q_segment_ids", jnp.zeros((1, 6), jnp.int32)),
-        ("cum_seqlens_q", jnp.asarray([0, 3, 6])),
-        ("alibi_slopes", jnp.ones(2)),
+        ("attention_mask", host.ones((1, 1, 6, 6), bool)),
+        ("bias", host.ones((1, 1, 1, 6))),
+        ("softmax_aux", host.ones((1, 1))),
+        ("q_segment_ids", host.zeros((1, 6), jnp.int32)),
+        ("cum_seqlens_q", host.asarray([0, 3, 6])),
+        ("alibi_slopes", host.ones(2)),
         ("deterministic", True),
     ],
 )
 def test_outside_function_is_refused_what_it_does_not_take(option, value):
     kernel_registry.register(OP, "xla", "cpu", priority=1)(outside)
+    value = host.to_jax(value)
     args = canonical(causal=True, **{option: value})
     assert option in kernel_registry.why_not(OP, args)["xla/cpu@1"]
     with pytest.raises(UnsupportedError, match=option):

@@ -17,7 +17,14 @@ from ejkernel.modules import FlashAttention
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Executor, Invocation, Kernel
 from ejkernel.ops.config import table
 
-X = jax.random.normal(jax.random.key(0), (48, 16))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (48, 16))
+
+
 H200 = Target("gpu", "NVIDIA H200", "9.0")
 
 

@@ -24,7 +24,13 @@ from ejkernel.ops.config import persistent
 from ejkernel.ops.config.cache import Stored
 
 ROOT = pathlib.Path(__file__).parents[2]
-X = jax.random.normal(jax.random.key(0), (4,))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (4,))
 
 
 @dataclasses.dataclass(frozen=True)

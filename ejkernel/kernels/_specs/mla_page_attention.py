@@ -160,8 +160,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     )
     options.pop("v_scale", None)
     options.setdefault("softmax_scale", 0.3)
-    tables = np.random.default_rng(1).permutation(pages)[: count * blocks].reshape(count, blocks)
-    tables[1, :2] = tables[0, :2]  # a shared prefix
+    tables = page_attention.block_tables(row, pages, (count, blocks))
     return options | {
         "q_nope": queries[..., :latent],
         "q_pe": queries[..., latent:],

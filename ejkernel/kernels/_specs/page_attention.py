@@ -205,10 +205,11 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "cache": (None, "int8", "float8_e4m3fn"),
     "return_lse": (False, True),
 }
-_PLAIN = {name: values[0] for name, values in _OPTIONS.items()}
+_PLAIN = {name: values[0] for name, values in _OPTIONS.items()} | {"bad_ids": False}
 _NAMED = {
     "plain": {},
     "causal_window_sinks": {"window": 6, "sinks": "per_head", "return_lse": True, "scale": 0.3},
+    "bad_page_ids": {"bad_ids": True, "return_lse": True},
     "int8_scales": {"cache": "int8", "shape": "odd"},
     "float8_scales": {"cache": "float8_e4m3fn", "cap": 5.0},
 }
@@ -244,6 +245,23 @@ def cache_values(
     return arrays, options
 
 
+def block_tables(row: dict[str, Any], pages: int, shape: tuple[int, int]) -> np.ndarray:
+    """Shuffled pages; the first two sequences begin with the same ones.
+
+    With `bad_ids`, some ids name no page: in the first three places of two sequences, which their
+    lengths reach, and past the third place, where some lengths end. Kernels read the nearest page.
+    """
+    count = shape[0] * shape[1]
+    tables = np.random.default_rng(1).permutation(pages)[:count].reshape(shape)
+    tables[1, :2] = tables[0, :2]
+    if row["bad_ids"]:
+        tables[0, :2] = -1, pages
+        tables[1, :3] = 2**30, -(2**31), pages + 5  # 2**30 pages of 4 keys are 0 in 32 bits
+        tables[1::2, 3:] = 2**31 - 1
+        tables[2::2, 3:] = -7
+    return tables
+
+
 def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     """Public arguments of one row of options, over shuffled pages, some shared, some unused."""
     batch, heads, groups, d, e, page_size, blocks = _SHAPES[row["shape"]]
@@ -257,8 +275,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         (pages, groups, page_size, d),
         (pages, groups, page_size, e),
     )
-    tables = np.random.default_rng(1).permutation(pages)[: batch * blocks].reshape(batch, blocks)
-    tables[1, :2] = tables[0, :2]  # a shared prefix
+    tables = block_tables(row, pages, (batch, blocks))
     lens = [blocks * page_size, 2 * page_size + 1, 0, page_size][:batch]
     return options | {
         "query": query,
@@ -269,13 +286,14 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
     }
 
 
-def case_table(values: Any) -> tuple[_spec.Case, ...]:
+def case_table(values: Any, paged: bool = True) -> tuple[_spec.Case, ...]:
     """Named rows first, then a pairwise cover; the head of the table is the core."""
-    rows = [(name, _PLAIN | row) for name, row in _NAMED.items()]
+    rows = [(name, _PLAIN | row) for name, row in _NAMED.items() if paged or "bad_ids" not in row]
     cover = _cases.pairwise(_OPTIONS, seed=3)
     cover.sort(key=lambda row: sum(row[name] == _PLAIN[name] for name in row))
-    rows += [(f"cover{i:02d}", row) for i, row in enumerate(cover)]
-    tags = [{"core", "full"} if i < 7 else {"full"} for i in range(len(rows))]
+    core = len(rows) + 3
+    rows += [(f"cover{i:02d}", _PLAIN | row) for i, row in enumerate(cover)]
+    tags = [{"core", "full"} if i < core else {"full"} for i in range(len(rows))]
     rows.append((*PADDED, _PLAIN | {"return_lse": True}))
     return tuple(
         _spec.Case(name, functools.partial(values, row), frozenset(own), grads=())

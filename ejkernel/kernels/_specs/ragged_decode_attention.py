@@ -145,7 +145,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
 
 @functools.cache
 def cases() -> tuple[_spec.Case, ...]:
-    return page_attention.case_table(_values)
+    return page_attention.case_table(_values, paged=False)
 
 
 def changes() -> dict[str, dict[str, Any]]:

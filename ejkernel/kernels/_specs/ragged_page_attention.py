@@ -199,8 +199,7 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         (tokens, heads, d),
         (pages, size, 2 * groups, d),
     )
-    tables = np.random.default_rng(1).permutation(pages)[: count * blocks].reshape(count, blocks)
-    tables[1, :2] = tables[0, :2]  # a shared prefix
+    tables = page_attention.block_tables(row, pages, (count, blocks))
     return options | {
         "queries": queries,
         "kv_pages": kv_pages,

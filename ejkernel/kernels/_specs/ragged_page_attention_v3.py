@@ -179,8 +179,9 @@ def _values(row: dict[str, Any], dtype: Any, key: jax.Array) -> dict[str, Any]:
         (tokens, heads, d),
         (pages, size, 2 * groups, d),
     )
-    tables = np.random.default_rng(1).permutation(pages)[: count * blocks].reshape(count, blocks)
-    tables[0, 0] = tables[4, 0]  # a shared prefix, written before
+    tables = page_attention.block_tables(row, pages, (count, blocks))
+    if row["bad_ids"]:  # of pages that this step writes: their tokens are not stored
+        tables[2, 0], tables[4, 1], tables[5, 0] = -1, 2**30, pages
     new = jax.random.normal(jax.random.fold_in(key, 1), (2, tokens, groups, d), jnp.float32)
     return options | {
         "queries": queries,

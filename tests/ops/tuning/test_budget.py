@@ -1,7 +1,6 @@
 """The budget of a tuning run: what counts, when it is looked at, and what it leaves behind."""
 
 import dataclasses
-import types
 
 import jax
 import pytest
@@ -19,26 +18,23 @@ from ejkernel.ops import (
 from ejkernel.ops.config.cache import CUT_SHORT, Stored
 from ejkernel.ops.execution import benchmark
 from ejkernel.ops.execution.trial import name_of
+from tests.ops.tuning.clock import Clock
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X
+    X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
 WAYS = ("first", "second", "third")
-
-
-class Clock:
-    """Seconds that pass only when a step says so."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def takes(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    fake = types.SimpleNamespace(perf_counter=lambda: made.now)
-    monkeypatch.setattr(benchmark, "time", fake)
+    monkeypatch.setattr(benchmark, "time", made)
     return made
 
 

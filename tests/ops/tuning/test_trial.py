@@ -27,8 +27,15 @@ from ejkernel.ops.config.cache import CUT_SHORT, Stored
 from ejkernel.ops.execution import trial, tuning
 from ejkernel.ops.execution.executor import default_executor
 
-X = jax.random.normal(jax.random.key(0), (8, 16))
-Q = jax.random.normal(jax.random.key(1), (1, 300, 1, 16))
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global Q, X
+    X = jax.random.normal(jax.random.key(0), (8, 16))
+    Q = jax.random.normal(jax.random.key(1), (1, 300, 1, 16))
+
+
 GRADIENTS = {"direction": "backward", "wanted": frozenset({"query", "key", "value"})}
 
 

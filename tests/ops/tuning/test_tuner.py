@@ -10,7 +10,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 import warnings
 
 import jax
@@ -39,11 +38,19 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config import table
 from ejkernel.ops.config.cache import Stored
-from ejkernel.ops.execution import trial
+from ejkernel.ops.execution import benchmark, trial
 from ejkernel.ops.execution.trial import name_of
+from tests.ops.tuning.clock import Clock
 
 ROOT = pathlib.Path(__file__).parents[3]
-X = jax.random.normal(jax.random.key(0), (4, 8))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arrays():
+    # JAX arrays cannot be made while tests are collected: see conftest.py
+    global X, INDEX
+    X = jax.random.normal(jax.random.key(0), (4, 8))
+    INDEX = jnp.arange(6, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +58,28 @@ class Config:
     way: str
 
 
+CLOCK = Clock(tick=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(benchmark, "time", CLOCK)
+
+
 def slow(x):
-    """Right and quick to trace; takes about 15 ms to run, so that no hiccup makes it win."""
-    burned = jax.lax.fori_loop(0, 200_000, lambda _, y: jnp.sin(y + 1), x)
-    return jnp.where(burned > 2, 0, 2 * x)
+    """Right and quick to trace; each run takes 15 ms."""
+
+    def run():
+        CLOCK.takes(0.015)
+        return np.float32(0.0)
+
+    zero = jax.pure_callback(run, jax.ShapeDtypeStruct((), jnp.float32))
+    return 2 * x + zero.astype(x.dtype)
 
 
 def sleepy(x):
-    """Right and quick to run; slow to trace."""
-    time.sleep(0.15)
+    """Right and quick to run; a trace takes 150 ms."""
+    CLOCK.takes(0.15)
     return x + x
 
 
@@ -269,7 +289,7 @@ def test_a_tuner_may_be_told_how_many(chain):
 def test_the_budget_is_kept_and_reported():
     class Sleeps(Double):
         def run(self, x, *, cfg):
-            time.sleep(0.1)
+            CLOCK.takes(0.1)
             return super().run(x, cfg=cfg)
 
     chain = Notes(budget_s=0.05)
@@ -286,7 +306,7 @@ def test_candidates_that_fail_use_up_the_budget_too():
     class Slowly(Double):
         def check_candidate(self, inv, implementation, config):
             tried.append(config)
-            time.sleep(0.1)
+            CLOCK.takes(0.1)
             return "wrong, found out slowly"
 
     chain = Notes(budget_s=0.05)
@@ -561,9 +581,6 @@ def test_lengths_and_ids_made_up_for_attention_are_not_zeros(chain):
     }
     assert all(np.asarray(x).any() for x in made.values())
     assert (np.diff(made["cum_seqlens_q"]) >= 0).all()
-
-
-INDEX = jnp.arange(6, dtype=jnp.int32)
 
 
 def test_integers_without_examples_are_not_tuned_while_tracing(chain):
