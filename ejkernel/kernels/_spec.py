@@ -177,6 +177,20 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """What a call of an op costs, and the calls that `ejkernel bench` measures.
+
+    Both counts take canonical arguments and "forward" or "backward". Where lengths, ids and masks
+    are concrete, what they hide does not count; where only their shapes are known, they hide
+    nothing.
+    """
+
+    flops: Callable[[Any, str], int]  # two for a multiplication and an addition
+    traffic: Callable[[Any, str], int]  # the least bytes that are read and written
+    benchmarks: Callable[[], Sequence[Case]] = lambda: ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
     """An operation; `reference` and `formula` are "module:function", imported when asked for."""
 
@@ -192,6 +206,7 @@ class OpSpec:
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
+    work: Work | None = None  # None: nobody counted this op
     # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
     examples: Callable[[Any], dict[str, jax.Array]] = lambda args: {}
     # sizes by axis of a small call with the same options, for blocks of a size; None: no twin

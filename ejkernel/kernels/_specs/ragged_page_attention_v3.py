@@ -10,7 +10,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _paged, page_attention, ragged_page_attention
+from ejkernel.kernels._specs import (
+    _common,
+    _paged,
+    _work_paged,
+    page_attention,
+    ragged_page_attention,
+)
 from ejkernel.ops.core.types import FwdParams
 
 
@@ -199,6 +205,7 @@ def outputs(args: RaggedPageAttentionV3Args) -> tuple[str, ...]:
 
 SPEC = ragged_page_attention.PagedSpec(
     name="ragged_page_attention_v3",
+    work=_work_paged.ragged_page_attention_v3,
     args=RaggedPageAttentionV3Args,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.ragged_page_attention_v3:ragged_page_attention_v3",
