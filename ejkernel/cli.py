@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ejkernel import _cli_aot, _cli_call, _folders
+from ejkernel import _cli_aot, _cli_bench, _cli_call, _folders
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import is_terminal
 from ejkernel._cli_text import say as _say
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="for programs")
     explain.set_defaults(run=_explain)
     _cli_aot.add_commands(commands)
+    _cli_bench.add_command(commands)
     cache = commands.add_parser("cache", help="configurations measured on this machine")
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("show", help="all records").set_defaults(run=_cache_show)

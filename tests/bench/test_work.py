@@ -1,6 +1,7 @@
 """Counts of work agree with counting one by one, and every op has shapes to measure."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +161,7 @@ def test_a_recurrence_counts_its_steps(op, case):
     args = made(op, case)
     cuts = [0, args.query.shape[1]] if args.cu_seqlens is None else args.cu_seqlens.tolist()
     heads = max(x.shape[2] for x in (args.query, args.key, args.value))
-    steps = args.query.shape[0] * heads * sum(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    steps = args.query.shape[0] * heads * sum(b - a for a, b in itertools.pairwise(cuts))
     state = args.query.shape[-1] * args.value.shape[-1]
     work = kernel_registry.spec(op).work
     # an outer product into the state, and a product with the query

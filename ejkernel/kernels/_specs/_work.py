@@ -13,8 +13,9 @@ from ejkernel.kernels import _spec
 
 BACKWARD = "backward"
 # Tags of benchmark cases: shapes for a CPU, shapes for GPUs and TPUs, and calls that show what an
-# option costs beside the plain call.
-CPU, DEVICE, OPTIONS = "cpu", "device", "options"
+# option costs beside the plain call; CHECK is a small call with the options of the others, for ops
+# that have no twin of a call to compare with the oracle.
+CPU, DEVICE, OPTIONS, CHECK = "cpu", "device", "options", "check"
 
 
 def size_of(*arrays: Any) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ejkernel.kernels import _spec
 from ejkernel.kernels._specs import _work
-from ejkernel.kernels._specs._work import BACKWARD, CPU, DEVICE
+from ejkernel.kernels._specs._work import BACKWARD, CHECK, CPU, DEVICE
 
 _GATES = ("g", "gk", "gv", "g_gamma")
 _GRADIENTS = frozenset({"query", "key", "value", "initial_state", *_GATES})
@@ -108,6 +108,8 @@ def _cell(
 _CELLS = (
     ("LSTM B16 T128 256", CPU, ("lstm", 16, 128, 256, 256)),
     ("GRU B16 T128 256", CPU, ("gru", 16, 128, 256, 256)),
+    ("LSTM B2 T5 16", CHECK, ("lstm", 2, 5, 16, 16)),
+    ("GRU B2 T5 16", CHECK, ("gru", 2, 5, 16, 16)),
     ("LSTM B64 T512 1024", DEVICE, ("lstm", 64, 512, 1024, 1024)),
     ("GRU B64 T512 1024", DEVICE, ("gru", 64, 512, 1024, 1024)),
 )

@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.kernels import _spec
 from ejkernel.kernels._specs import _work
-from ejkernel.kernels._specs._work import BACKWARD, CPU, DEVICE
+from ejkernel.kernels._specs._work import BACKWARD, CHECK, CPU, DEVICE
 
 
 def _twice_backward(count: int, direction: str) -> int:
@@ -153,6 +153,7 @@ def _pooled(dtype: Any, key: jax.Array, b: int, t: int, h: int, d: int, chunk: i
 _POOLED = (
     ("T8192 H8 d64 chunk 64", CPU, (1, 8192, 8, 64, 64)),
     ("T65536 H16 d128 chunk 64", DEVICE, (1, 65536, 16, 128, 64)),
+    ("T150 H2 d16 chunk 64", CHECK, (2, 150, 2, 16, 64)),
 )
 
 
