@@ -81,7 +81,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     def save(document: Any) -> None:
         if arguments.out:
-            _results.write_text(arguments.out, _results.encode(document))
+            _folders.write_whole(arguments.out, _results.encode(document))
 
     with _progress() as progress:
         document = _runner.run(workloads, options, progress, save)
@@ -181,7 +181,7 @@ def _finish(arguments: argparse.Namespace, document: Any) -> int:
     from ejkernel.bench._results import OURS
 
     if arguments.report:
-        _results.write_text(arguments.report, _report.page(document))
+        _folders.write_whole(arguments.report, _report.page(document))
     if arguments.json:
         say(_results.encode(document).rstrip("\n"))
     else:
@@ -206,7 +206,7 @@ def _show(document: Any) -> None:
         for p in [*_svg.shown(row), *(p for p in row.programs if p.median is None)]:
             spread = "" if p.spread is None else f"± {p.spread / 2:.2g}"
             median = "-" if p.median is None else f"{p.median:.4g} {row.unit}"
-            rate = "" if p.rate is None else f"{_svg.number(p.rate)} {row.rate_unit}"
+            rate = "" if p.rate is None else _svg.rate_text(p.rate, row.rate_unit)
             share = "" if p.share is None else f"{100 * p.share:.0f} %"
             about = p.failed or ("auto" if row.auto == p.name else "")
             rows.append(
@@ -215,7 +215,7 @@ def _show(document: Any) -> None:
     columns = ("op", "workload", "mode", "program", "median", "spread", "rate", "ceiling", "")
     table(columns, rows, f"{document.device}, {document.date}")
     for ceiling in document.ceilings:
-        rate = f"{_svg.number(ceiling.rate)} {ceiling.unit}"
+        rate = _svg.rate_text(ceiling.rate, ceiling.unit)
         say(f"ceiling of {ceiling.dtype}: {ceiling.name} {rate}")
 
 

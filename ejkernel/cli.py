@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ejkernel import _cli_aot, _cli_bench, _cli_call, _folders
+from ejkernel import _cli_aot, _cli_bench, _cli_call, _cli_tune, _folders
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import is_terminal
 from ejkernel._cli_text import say as _say
@@ -101,8 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--platform", default="auto", help="auto, or one that must serve the call")
     explain.add_argument("--json", action="store_true", help="for programs")
     explain.set_defaults(run=_explain)
-    _cli_aot.add_commands(commands)
+    _cli_aot.add_command(commands)
     _cli_bench.add_command(commands)
+    _cli_tune.add_command(commands)
     cache = commands.add_parser("cache", help="configurations measured on this machine")
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("show", help="all records").set_defaults(run=_cache_show)
@@ -286,20 +287,16 @@ def _cache_clear(arguments: argparse.Namespace) -> int:
 
 
 def _cache_export(arguments: argparse.Namespace) -> int:
-    import msgspec
-
-    from ejkernel.ops.config.persistent import OWNER
-    from ejkernel.ops.utils import fingerprint
+    from ejkernel.ops.config.persistent import export_text
 
     records = list(_cache().records())
-    document = {"owner": OWNER, "schema": fingerprint.SCHEMA, "records": records}
-    text = json.dumps(msgspec.to_builtins(document), indent=2, sort_keys=True) + "\n"
+    text = export_text(records)
     if arguments.file == "-":
         if sys.stdout is None:
             raise UsageError("the standard output is closed; name a file to export to")
         sys.stdout.write(text)
     else:
-        pathlib.Path(arguments.file).write_text(text)
+        _folders.write_whole(arguments.file, text)
         _say(f"exported {len(records)} records to {arguments.file}")
     return 0
 

@@ -74,7 +74,7 @@ def _facts(document: Document) -> str:
     facts = {"device": document.device, "measured": document.date.replace("T", " ")}
     for ceiling in document.ceilings:
         name = f"{ceiling.name}, {ceiling.dtype}"
-        facts[name] = f"{_svg.number(ceiling.rate)} {ceiling.unit}"
+        facts[name] = _svg.rate_text(ceiling.rate, ceiling.unit)
     facts["source"] = document.source or "unknown"
     cells = (f"<div><b>{html.escape(k)}</b>{html.escape(v)}</div>" for k, v in facts.items())
     return f'<div class="facts">{"".join(cells)}</div>'
@@ -104,7 +104,7 @@ def _card(row: Row) -> str:
 
 def _table(row: Row) -> str:
     head = f'<tr><th>program</th><th class="n">{row.unit}</th><th class="n">spread</th>'
-    head += f'<th class="n">{row.rate_unit}</th><th class="n">ceiling</th><th>about it</th></tr>'
+    head += '<th class="n">rate</th><th class="n">ceiling</th><th>about it</th></tr>'
     ordered = [*_svg.shown(row), *(p for p in row.programs if p.median is None)]
     return f"<table>{head}{''.join(_line(row, program) for program in ordered)}</table>"
 
@@ -112,12 +112,12 @@ def _table(row: Row) -> str:
 def _line(row: Row, program: Program) -> str:
     show = lambda value: "" if value is None else _svg.number(value)
     share = "" if program.share is None else f"{100 * program.share:.0f} %"
+    rate = "" if program.rate is None else _svg.rate_text(program.rate, row.rate_unit)
     about = [program.failed, program.note, *(f"{d}: {c}" for d, c in program.config.items())]
     if row.auto == program.name:
         about.insert(0, "what auto runs")
     cells = "".join(
-        f'<td class="n">{x}</td>'
-        for x in (show(program.median), show(program.spread), show(program.rate), share)
+        f'<td class="n">{x}</td>' for x in (show(program.median), show(program.spread), rate, share)
     )
     kind = ' class="bad"' if program.failed else ""
     text = html.escape("; ".join(filter(None, about)))

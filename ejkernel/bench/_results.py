@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import tempfile
 from typing import Any
 
 import msgspec
@@ -164,21 +163,6 @@ def read(path: str | os.PathLike[str]) -> Document:
     if (document.owner, document.schema) != (OWNER, SCHEMA):
         raise ValueError(f"{path} is of {document.owner!r}, schema {document.schema}")
     return document
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file whole or not at all."""
-    final = pathlib.Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{final.name}-", dir=final.parent)
-    try:
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def fill_rates(document: Document) -> None:

@@ -28,13 +28,20 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def rate_text(rate: float, unit: str) -> str:
+    """A rate in the unit that suits it."""
+    if unit == "TFLOP/s" and rate < 1:
+        return f"{number(1000 * rate)} GFLOP/s"
+    return f"{number(rate)} {unit}"
+
+
 def value_text(row: Row, program: Program) -> str:
     """A program's number in words: its rate, its time and its share of the ceiling."""
     if program.median is None:
         return program.failed
     parts = [f"{number(program.median)} {row.unit}"]
     if program.rate is not None:
-        parts.insert(0, f"{number(program.rate)} {row.rate_unit}")
+        parts.insert(0, rate_text(program.rate, row.rate_unit))
     if program.share is not None:
         parts.append(f"{100 * program.share:.0f} %")
     return " · ".join(parts)
