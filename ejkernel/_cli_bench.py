@@ -64,7 +64,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
         return _compare(arguments)
     _check(arguments)
-    workloads = _workloads(arguments)
+    workloads = _workloads(arguments)  # a file of workloads may say how many devices JAX makes
+    _check_devices()
     if arguments.list:
         return _list(workloads)
     from ejkernel.bench import _results, _runner
@@ -104,6 +105,9 @@ def _check(arguments: argparse.Namespace) -> None:
         place = pathlib.Path(path)
         if place.is_dir() or not place.parent.is_dir() or not _folders.can_write(place.parent):
             raise UsageError(f"--{name} {path} is no file that can be written")
+
+
+def _check_devices() -> None:
     from ejkernel import _device
 
     try:
@@ -127,6 +131,7 @@ def _workloads(arguments: argparse.Namespace) -> list[Any]:
         found = [w for path in arguments.workloads for w in _workloads.load(path)]
         found = [w for w in found if not arguments.ops or w.op in arguments.ops]
     else:
+        _check_devices()
         kind = _device.device_kind()
         more = {"shapes": arguments.shapes, "dtype": arguments.dtype, "options": arguments.options}
         found = _workloads.find(arguments.ops, kind, **more)

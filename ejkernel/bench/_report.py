@@ -16,7 +16,8 @@ body{margin:0;background:var(--page);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}
 header,main,footer{max-width:1240px;margin:0 auto;padding:20px 16px}
 h1{font-size:1.6rem;margin:0 0 4px}
-h2{font-size:1.25rem;margin:32px 0 4px}
+h2{font-size:1.25rem;margin:24px 0 4px}
+main{padding-top:0}
 h3{font-size:.95rem;margin:0}
 p{margin:4px 0}
 .soft{color:var(--soft)}
@@ -63,8 +64,8 @@ def page(document: Document) -> str:
         f"<title>ejkernel bench on {html.escape(document.model)}</title><style>{_STYLE}</style>"
         "</head><body><header><h1>ejkernel bench</h1>"
         f'<p class="soft">{html.escape(document.model)}, {html.escape(document.date[:10])}. '
-        "Longer bars are faster; the thin line is the spread between the rounds. Numbers of every "
-        "program were checked before its time was taken.</p>"
+        "Longer bars are faster, ours are blue, and the thin line is the spread between the rounds. "
+        "Numbers were checked before times were taken.</p>"
         f"{_facts(document)}<nav>{links}</nav></header><main>{sections}</main>"
         f'<footer class="soft">{notes}{_versions(document)}</footer></body></html>\n'
     )

@@ -19,7 +19,7 @@ _LIBRARIES = (
 )
 
 
-class Program(msgspec.Struct, forbid_unknown_fields=True):
+class Program(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One implementation in a row; `median` and `spread` have the unit of the row."""
 
     name: str
@@ -35,7 +35,7 @@ class Program(msgspec.Struct, forbid_unknown_fields=True):
     note: str = ""
 
 
-class Verdict(msgspec.Struct, forbid_unknown_fields=True):
+class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A promise about a row: `of` takes at most 1 / `least` of what `beside` takes."""
 
     of: str
@@ -48,7 +48,7 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True):
         return self.ratio is None or self.ratio >= self.least
 
 
-class Row(msgspec.Struct, forbid_unknown_fields=True):
+class Row(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """All programs on one call and in one mode."""
 
     op: str
@@ -76,7 +76,7 @@ class Row(msgspec.Struct, forbid_unknown_fields=True):
         return {"compute": "TFLOP/s", "memory": "GB/s"}.get(self.bound, "")
 
 
-class Ceiling(msgspec.Struct, forbid_unknown_fields=True):
+class Ceiling(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What the device reaches in a plain program: a matrix product, or a copy."""
 
     name: str  # "matmul" or "copy"
@@ -85,7 +85,7 @@ class Ceiling(msgspec.Struct, forbid_unknown_fields=True):
     unit: str
 
 
-class Document(msgspec.Struct, forbid_unknown_fields=True):
+class Document(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Everything one run measured."""
 
     owner: str

@@ -288,7 +288,10 @@ class _Row:
             record = next(p for p in self.programs if p.name == name)
             record.median = float(_programs.temporaries(self.call, fn, self.mode))
             return None
-        run = _programs.pure(self.call, fn, self.mode)
+        call = self.call
+        if peer is not None and peer.prepare is not None:
+            call = dataclasses.replace(call, traced=call.traced | peer.prepare(call.values))
+        run = _programs.pure(call, fn, self.mode)
         if (reason := self._compare(run(), peer)) is not None:
             return reason
         if quantity == EAGER:

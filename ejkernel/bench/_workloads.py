@@ -47,6 +47,8 @@ class Peer:
     backend: str = ""  # "gpu": only there
     why_not: Callable[[dict[str, Any]], str | None] = lambda values: None
     modes: tuple[str, ...] = MODES
+    # arrays that it takes besides those of the call, made before anything is timed
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     agrees: bool = True  # False: it computes something else, and only its time is compared
     tolerance: float | None = None  # relative to the largest value; None: what the dtype allows
 
@@ -109,7 +111,10 @@ def load(path: str) -> list[Workload]:
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     found = getattr(module, "WORKLOADS", None)
     if not isinstance(found, Sequence) or not all(isinstance(w, Workload) for w in found):
         raise ValueError(f"{path} must define `WORKLOADS`, a list of `ejkernel.bench.Workload`")

@@ -19,7 +19,7 @@ _CHECKED = {
     Platform.CUDNN: ("needs a GPU",),
 }
 _RESULTS = _ROOT / "benchmarks" / "results"
-_BENCHMARKS = {"flash_attention": "gpu_attention.json"}  # on devices, by op
+_BENCH = "ejkernel bench"  # the owner of files with times
 # Columns of README's table; a kernel that only stands in for another has none.
 _COLUMNS = {"Triton": "triton/gpu", "TPU": "pallas/tpu", "cuDNN": "cudnn/gpu", "XLA": "xla/any"}
 
@@ -58,13 +58,18 @@ def _passed(entry: KernelEntry) -> list[str]:
 
 def _measured(entry: KernelEntry) -> list[str]:
     """Devices on which a kernel was timed beside its peers, once its numbers agreed with theirs."""
-    path = _RESULTS / _BENCHMARKS.get(entry.op, "")
-    if not path.is_file() or entry.priority:
-        return []
-    result = json.loads(path.read_text())
-    # numbers of older code are not its
-    timed = any(row["entries"].get(entry.name) == entry.version for row in result["rows"])
-    return [result["device"].split("|")[1]] if timed else []
+    found = []
+    for path in sorted(_RESULTS.glob("*.json")):
+        result = json.loads(path.read_text())
+        kind, _, rest = result.get("device", "").partition("|")
+        if result.get("owner") != _BENCH or kind == "cpu":
+            continue
+        # cycles are no times, and numbers of older code are not its
+        rows = [r for r in result["rows"] if r["op"] == entry.op and r.get("unit", "ms") == "ms"]
+        mine = (entry.name, entry.version)
+        if any((p["name"], p.get("version")) == mine for row in rows for p in row["programs"]):
+            found.append(rest.partition("|")[0])
+    return list(dict.fromkeys(found))
 
 
 def table() -> str:

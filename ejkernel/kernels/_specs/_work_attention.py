@@ -196,7 +196,7 @@ _RING = (
 )
 
 
-def _mla(
+def latents(
     dtype: Any, key: jax.Array, b: int, t: int, s: int, h: int, d: int, e: int, r: int, l: int
 ) -> dict[str, Any]:
     shapes = {"query": (b, t, h, d), "key_value": (b, s, l), "w_kc": (l, h, d), "w_vc": (l, h, e)}
@@ -218,5 +218,5 @@ flash_attention = _spec.Work(flops, traffic, _work.table(qkv, FLASH))
 attention = _spec.Work(flops, _attention_traffic, _work.table(qkv, _PLAIN))
 ring_attention = _spec.Work(flops, traffic, _work.table(qkv, _RING))
 mla_attention = _spec.Work(
-    _mla_flops, _work.streamed(_mla_outputs, _MLA_GRADIENTS, saved=True), _work.table(_mla, _MLA)
+    _mla_flops, _work.streamed(_mla_outputs, _MLA_GRADIENTS, saved=True), _work.table(latents, _MLA)
 )

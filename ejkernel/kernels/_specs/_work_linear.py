@@ -40,7 +40,7 @@ def _outputs(args: Any) -> int:
 traffic = _work.streamed(_outputs, _GRADIENTS)
 
 
-def _values(
+def gated(
     dtype: Any, key: jax.Array, b: int, t: int, h: int, d: int, gates: tuple[str, ...], more: Any
 ) -> dict[str, Any]:
     """Keys have length one, as models have them, and gates are below zero."""
@@ -64,7 +64,7 @@ def _rows(gates: tuple[str, ...], more: dict[str, Any]) -> Any:
         "B1 T16384 H16 d128": (DEVICE, (1, 16384, 16, 128)),
     }
     rows = [(name, tag, (*size, gates, more)) for name, (tag, size) in sizes.items()]
-    return _work.table(_values, rows)
+    return _work.table(gated, rows)
 
 
 # Recurrent cells
@@ -89,7 +89,7 @@ def _cell_outputs(args: Any) -> int:
     return _work.size_of(out, args.hidden, args.cell)
 
 
-def _cell(
+def cell(
     dtype: Any, key: jax.Array, cell_type: str, b: int, t: int, i: int, d: int
 ) -> dict[str, Any]:
     gates, bound = {"lstm": 4, "gru": 3}[cell_type] * d, d**-0.5
@@ -117,7 +117,7 @@ _CELLS = (
 
 def _cell_cases() -> Any:
     grads = ("inputs", "hidden", "weights")
-    return tuple(_work.case(name, tag, _cell, *sizes, grads=grads) for name, tag, sizes in _CELLS)
+    return tuple(_work.case(name, tag, cell, *sizes, grads=grads) for name, tag, sizes in _CELLS)
 
 
 _CELL_GRADIENTS = frozenset({"inputs", "hidden", "cell", "w_ih", "w_hh", "b_ih", "b_hh"})

@@ -43,7 +43,7 @@ def _grouped_outputs(args: Any) -> int:
     return _work.size_of(jax.ShapeDtypeStruct((*args.lhs.shape[:-1], _columns(args)), dtype))
 
 
-def _grouped(dtype: Any, key: jax.Array, m: int, k: int, n: int, g: int) -> dict[str, Any]:
+def grouped(dtype: Any, key: jax.Array, m: int, k: int, n: int, g: int) -> dict[str, Any]:
     """Groups of uneven sizes that use up all rows; matrices of unit gain."""
     made = _work.normals(dtype, key, {"lhs": (m, k), "rhs": (g, k, n)})
     made["rhs"] = made["rhs"] * jnp.asarray(k**-0.5, dtype)
@@ -183,7 +183,7 @@ _MERGE_GRADIENTS = frozenset({"out_a", "lse_a", "out_b", "lse_b"})
 grouped_matmul = _spec.Work(
     _grouped_flops,
     _work.streamed(_grouped_outputs, frozenset({"lhs", "rhs", "existing_out"})),
-    _work.table(_grouped, _GROUPED),
+    _work.table(grouped, _GROUPED),
 )
 sparse_matmul = _spec.Work(
     _sparse_flops,

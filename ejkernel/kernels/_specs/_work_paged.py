@@ -151,7 +151,7 @@ def _tables(batch: int, blocks: int) -> jax.Array:
     return jnp.asarray(order.reshape(batch, blocks), jnp.int32)
 
 
-def _page(
+def page(
     dtype: Any, key: jax.Array, b: int, s: int, h: int, g: int, d: int, size: int
 ) -> dict[str, Any]:
     cache = (b * s // size, g, size, d)
@@ -195,7 +195,7 @@ def _mixed_ids(steps: tuple[int, ...], s: int, size: int) -> dict[str, Any]:
     }
 
 
-def _ragged(
+def ragged(
     dtype: Any, key: jax.Array, steps: tuple[int, ...], s: int, h: int, g: int, d: int, size: int
 ) -> dict[str, Any]:
     shapes = {"queries": (sum(steps), h, d), "kv_pages": (len(steps) * s // size, size, 2 * g, d)}
@@ -226,7 +226,7 @@ def _v3(
     return made | ids | {"distribution": distribution}
 
 
-def _latent(
+def latent_pages(
     dtype: Any, key: jax.Array, batch: int, s: int, h: int, l: int, r: int, size: int
 ) -> dict[str, Any]:
     pages = (batch * s // size, size, l + r)
@@ -273,11 +273,11 @@ def _updates(caches: Any, tokens: Any) -> Any:
     return _work.table(values, rows)
 
 
-page_attention = _spec.Work(_page_flops, _page_traffic, _work.table(_page, _PAGE))
+page_attention = _spec.Work(_page_flops, _page_traffic, _work.table(page, _PAGE))
 ragged_decode_attention = _spec.Work(_decode_flops, _decode_traffic, _work.table(_decode, _DECODE))
-ragged_page_attention = _spec.Work(_ragged_flops, _ragged_traffic, _work.table(_ragged, _RAGGED))
+ragged_page_attention = _spec.Work(_ragged_flops, _ragged_traffic, _work.table(ragged, _RAGGED))
 ragged_page_attention_v3 = _spec.Work(_ragged_flops, _v3_traffic, _work.table(_v3, _RAGGED))
-mla_page_attention = _spec.Work(_latent_flops, _latent_traffic, _work.table(_latent, _LATENT))
+mla_page_attention = _spec.Work(_latent_flops, _latent_traffic, _work.table(latent_pages, _LATENT))
 update_paged_cache = _spec.Work(
     _no_flops,
     _update_traffic("keys", "values"),
