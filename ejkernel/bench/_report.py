@@ -64,7 +64,7 @@ def page(document: Document) -> str:
         f"<title>ejkernel bench on {html.escape(document.model)}</title><style>{_STYLE}</style>"
         "</head><body><header><h1>ejkernel bench</h1>"
         f'<p class="soft">{html.escape(document.model)}, {html.escape(document.date[:10])}. '
-        "Longer bars are faster, ours are blue, and the thin line is the spread between the rounds. "
+        "Longer bars are faster, ours are blue, and the thin line is the spread between rounds. "
         "Numbers were checked before times were taken.</p>"
         f"{_facts(document)}<nav>{links}</nav></header><main>{sections}</main>"
         f'<footer class="soft">{notes}{_versions(document)}</footer></body></html>\n'

@@ -53,7 +53,7 @@ class Job:
         """Starts workers until one comes to the end; ValueError for a request without sense."""
         while (reason := self._worker()) is not None:
             call, why = reason
-            if not call:
+            if not call or call in self.results:
                 raise ValueError(f"the tuning process ended before it began: {why}")
             self.progress.died(call, why)
             self.deaths[call] = self.deaths.get(call, 0) + 1
