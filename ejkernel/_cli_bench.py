@@ -1,14 +1,12 @@
 """`ejkernel bench`: measures operations beside peers, and compares results."""
 
 import argparse
-import importlib.util
 import pathlib
-import sys
 from typing import Any
 
-from ejkernel import _folders
+from ejkernel import _cli_progress, _folders
 from ejkernel._cli_call import UsageError
-from ejkernel._cli_text import is_terminal, say, table, tell
+from ejkernel._cli_text import say, table, tell
 
 _EXAMPLE = """examples:
   ejkernel bench mean_pooling flash_attention --report report.html
@@ -84,7 +82,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         if arguments.out:
             _folders.write_whole(arguments.out, _results.encode(document))
 
-    with _progress() as progress:
+    with _cli_progress.shown() as progress:
         document = _runner.run(workloads, options, progress, save)
     save(document)
     return _finish(arguments, document)
@@ -242,72 +240,3 @@ def _compare(arguments: argparse.Namespace) -> int:
     if worse:
         tell(f"ejkernel: {len(worse)} of {len(changes)} programs are slower beyond the noise")
     return 1 if worse else 0
-
-
-# Progress
-
-
-def _progress() -> Any:
-    if is_terminal(sys.stderr) and importlib.util.find_spec("rich") is not None:
-        return _RichProgress()
-    return _PlainProgress()
-
-
-class _PlainProgress:
-    """A line for every row, on the standard error."""
-
-    def __init__(self) -> None:
-        self.total = self.count = 0
-
-    def __enter__(self) -> "_PlainProgress":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        return None
-
-    def start(self, total: int) -> None:
-        self.total = total
-        tell(f"measuring {total} rows")
-
-    def step(self, text: str) -> None:
-        return None
-
-    def done(self, row: Any) -> None:
-        self.count += 1
-        tell(f"[{self.count}/{self.total}] {summary(row)}")
-
-
-class _RichProgress(_PlainProgress):
-    """A bar with what is done now, and a line above it for every row."""
-
-    def __enter__(self) -> "_RichProgress":
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
-        columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn())
-        text = TextColumn("{task.description}", markup=False)
-        self._bar = Progress(*columns, text, console=Console(stderr=True))
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._bar.stop()
-
-    def start(self, total: int) -> None:
-        self._task = self._bar.add_task("", total=total)
-
-    def step(self, text: str) -> None:
-        self._bar.update(self._task, description=text)
-
-    def done(self, row: Any) -> None:
-        self._bar.console.print(summary(row), markup=False, highlight=False)
-        self._bar.advance(self._task)
-
-
-def summary(row: Any) -> str:
-    """A row in one line."""
-    from ejkernel.bench import _svg
-
-    said = [f"{p.name} {_svg.number(p.median)} {row.unit}" for p in _svg.shown(row)]
-    said += [f"{p.name} failed" for p in row.programs if p.failed]
-    return f"{row.op}, {row.workload}, {row.mode}: {', '.join(said) or 'nobody can run it'}"

@@ -19,22 +19,35 @@ _QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_pas
 _solved: dict[str, _oracle.Problem] = {}
 
 
-def against_oracle(call: Call, entry: Any, mode: str, target: Any) -> str | None:
+def against_oracle(
+    call: Call, entry: Any, mode: str, target: Any, chosen: dict[str, Any]
+) -> str | None:
     """Why an entry's numbers are wrong; None when they are right.
 
-    Compares on a small call with the same options; on the call itself where there is none.
+    Compares on a small call with the same options, or on the call itself where there is none, with
+    the configurations that were `chosen` for the call, by direction.
     """
     spec = kernel_registry.spec(call.op)
-    cfg = {d: entry.heuristic(call.args, d, target) for d in (FORWARD, BACKWARD)}
-    block = max(16, *(getattr(c, name, 1) for c in cfg.values() for name in _SIZES))
+    block = max(16, *(getattr(c, name, 1) for c in chosen.values() for name in _SIZES), 16)
     args = spec.reduced(call.args, block) or _small(spec, call)
     wanted = ()
     if mode == BOTH:
         wanted = tuple(n for n in args.arrays() if n in spec.differentiable)
     problem = _solve(spec, args, wanted, target)
-    outputs, gradients = _run(entry, problem, cfg, target)
+    outputs, gradients = _run(entry, problem, _fitting(entry, args, chosen, target))
     answer = _oracle.answer(spec, problem.args, outputs, gradients)
     return _oracle.mismatch(answer, problem)
+
+
+def _fitting(entry: Any, args: Any, chosen: dict[str, Any], target: Any) -> dict[str, Any]:
+    """The chosen configurations; the entry's own guess where there is none that fits."""
+    made = {}
+    for direction in (FORWARD, BACKWARD):
+        fits = direction in chosen
+        fits = fits and entry.misfit(args, direction, chosen[direction], target) is None
+        guess = entry.heuristic(args, direction, target)
+        made[direction] = chosen[direction] if fits else guess
+    return made
 
 
 def _small(spec: Any, call: Call) -> Any:
@@ -57,25 +70,22 @@ def _solve(spec: Any, args: Any, wanted: tuple[str, ...], target: Any) -> _oracl
     return _solved[key]
 
 
-def _run(entry: Any, problem: _oracle.Problem, cfg: dict[str, Any], target: Any) -> Any:
-    """Outputs and gradients of an entry, with configurations that suit the small call."""
+def _run(entry: Any, problem: _oracle.Problem, cfg: dict[str, Any]) -> Any:
+    """Outputs and gradients of an entry."""
     args, wanted = problem.args, frozenset(problem.wanted)
-    small = {d: entry.heuristic(args, d, target) for d in cfg}
 
     @jax.jit
     def run(args: Any, cotangents: Any) -> Any:
         if not wanted:
-            return entry.fn(args, small[FORWARD])[0], {}
+            return entry.fn(args, cfg[FORWARD])[0], {}
         if entry.derivative == "jax":
             point = {name: args.arrays()[name] for name in wanted}
             outputs, pull = jax.vjp(
-                lambda some: tuple(entry.fn(args.with_arrays(some), small[FORWARD])[0]), point
+                lambda some: tuple(entry.fn(args.with_arrays(some), cfg[FORWARD])[0]), point
             )
             return outputs, pull(tuple(cotangents))[0]
-        outputs, residuals = entry.fn(args, small[FORWARD])
-        return outputs, entry.backward(
-            args, small[BACKWARD], outputs, residuals, cotangents, wanted
-        )
+        outputs, residuals = entry.fn(args, cfg[FORWARD])
+        return outputs, entry.backward(args, cfg[BACKWARD], outputs, residuals, cotangents, wanted)
 
     outputs, gradients = run(args, problem.cotangents)
     return outputs, {name: gradients[name] for name in problem.wanted if name in gradients}

@@ -1,5 +1,7 @@
 """Peers in JAX: what JAX itself offers, plain code as one writes it down, and other libraries."""
 
+# pyright: reportMissingImports=false
+
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +56,7 @@ def square(values: dict[str, Any], *allowed: str) -> str | None:
 # jax.nn
 
 
-def _jax_nn(implementation: str) -> Any:
+def _jax_nn(implementation: Any) -> Any:
     def run(values: dict[str, Any]) -> Any:
         return jax.nn.dot_product_attention(
             values["query"],

@@ -1,5 +1,7 @@
 """Peers in torch: its own kernels and those of FLA, on the arrays of the call, without a copy."""
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

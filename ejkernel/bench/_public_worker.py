@@ -4,6 +4,8 @@ It is started with that package's folder before all others on the path. The time
 file, so that both packages are timed by the same code.
 """
 
+# pyright: reportMissingImports=false
+
 import importlib.util
 import json
 import os

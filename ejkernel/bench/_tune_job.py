@@ -44,7 +44,7 @@ class Job:
 
     request: dict[str, Any]
     timeout_s: float
-    progress: Progress
+    progress: Any  # has the methods of `Progress`
     results: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     deaths: dict[str, int] = dataclasses.field(default_factory=dict)
     labels: list[str] = dataclasses.field(default_factory=list)

@@ -151,7 +151,7 @@ def qkv(
 ) -> dict[str, Any]:
     shapes = {"query": (b, t, h, d), "key": (b, t, g, d), "value": (b, t, g, d)}
     made = _work.normals(dtype, key, shapes)
-    return made | (options(h, t) if callable(options) else options)
+    return made | (options if isinstance(options, dict) else options(h, t))
 
 
 def _documents(h: int, t: int) -> dict[str, Any]:
