@@ -5,7 +5,7 @@ VENV := .venv/$(PYVER)
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-all test-op test-kernels test-gpu smoke bench bench-tpu bench-gpu lint matrix docs dist clean
+.PHONY: setup demo test test-all test-op test-kernels test-gpu smoke bench bench-tpu bench-gpu charts lint matrix docs dist clean
 
 setup: $(VENV)/.core
 
@@ -61,17 +61,24 @@ SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.p
 smoke: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' $(SMOKE)
 
+# Every file is a run of its own: one of them needs several simulated devices. `make bench SAVE=1`
+# writes benchmarks/results/.
 bench: $(VENV)/.core
-	@for f in benchmarks/cpu_*.py; do echo "$$f"; $(BIN)/python $$f $(BENCH) || failed="$$failed $$f"; done; \
+	@for f in benchmarks/cpu_*.py; do echo "$$f"; name=$$(basename $$f .py); \
+	$(BIN)/ejkernel bench --workloads $$f --bars $(if $(SAVE),--out benchmarks/results/$$name.json) $(BENCH) || failed="$$failed $$f"; done; \
 	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
 
 # Cycles of TPU kernels beside JAX's own, from compiled schedules: needs no TPU.
 bench-tpu: $(VENV)/.test
-	$(BIN)/python benchmarks/tpu_static.py $(BENCH)
+	$(BIN)/python benchmarks/tpu_static.py $(if $(SAVE),--out benchmarks/results/tpu_static.json) $(BENCH)
 
-# Needs a GPU and torch, in the Python that is named.
+# Needs a GPU, in the Python that is named; measures beside the peers that it has.
 bench-gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu_attention.py --save $(BENCH)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads benchmarks/gpu_attention.py --tune 60 --bars --out benchmarks/results/gpu_attention.json $(BENCH)
+
+# SVG bars for README and docs, from the results that are kept.
+charts: $(VENV)/.core
+	$(BIN)/python -m ejkernel.bench._charts --write
 
 matrix: $(VENV)/.test
 	$(BIN)/python -m ejkernel.kernels._support --write

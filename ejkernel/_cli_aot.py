@@ -9,11 +9,21 @@ from ejkernel import _cli_call, _folders
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import say, table, tell
 
+_EXAMPLE = """example:
+  ejkernel aot flash_attention --target tpu:v5e --shape 1,4096,8,128 --set causal=true
+"""
 
-def add_commands(commands: Any) -> None:
-    """The parsers of both."""
-    aot = commands.add_parser("aot", help="compiles an operation for a device that is not here")
-    _add_common(aot)
+
+def add_command(commands: Any) -> None:
+    """The parser of `aot`."""
+    aot = commands.add_parser(
+        "aot",
+        help="compiles an operation for a device that is not here",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    aot.add_argument("op", metavar="OP")
+    add_common(aot, required=True)
     aot.add_argument(
         "--configs",
         choices=("heuristic", "all"),
@@ -21,19 +31,13 @@ def add_commands(commands: Any) -> None:
         help="the first guess, or all",
     )
     aot.set_defaults(run=_aot)
-    tune = commands.add_parser("tune", help="chooses configurations for a device")
-    _add_common(tune)
-    tune.add_argument("--static", action="store_true", help="by the cycles of compiled schedules")
-    tune.add_argument("--out", metavar="FOLDER", help="a folder of tuned tables to write to")
-    tune.set_defaults(run=_tune)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_common(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Options of every command that compiles for a target."""
     many: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument("op", metavar="OP")
-    parser.add_argument(
-        "--target", required=True, help="tpu:v5e, tpu:v5e:16x16, cuda:sm_90, hip:gfx942, …", **many
-    )
+    known = "tpu:v5e, tpu:v5e:16x16, cuda:sm_90, hip:gfx942, …"
+    parser.add_argument("--target", required=required, help=known, **many)
     _cli_call.add_arguments(parser, dtype="bfloat16")
     parser.add_argument("--entry", metavar="NAME", help="pallas/tpu, or a platform", **many)
     parser.add_argument("--import", metavar="MODULE", dest="imports", help="own kernels", **many)
@@ -78,13 +82,10 @@ def _aot(arguments: argparse.Namespace) -> int:
     return 0 if _reports.COMPILED in states and _reports.FAILED not in states else 1
 
 
-def _tune(arguments: argparse.Namespace) -> int:
+def tune_static(arguments: argparse.Namespace) -> int:
+    """`ejkernel tune --static`, for one operation."""
     from ejkernel.aot import _reports, _table, _targets
 
-    if not arguments.static:
-        raise UsageError(
-            "`tune` needs --static: a call measures by itself when it first runs on its device"
-        )
     if foreign := [t for t in arguments.target if _targets.parse(t).kind != "tpu"]:
         raise UsageError(f"{foreign[0]} has no static cycles; --static is for tpu:… targets")
     if arguments.out is not None and not _folders.can_write(pathlib.Path(arguments.out)):

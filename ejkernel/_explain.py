@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -372,40 +372,13 @@ def _log(inv: Invocation, error: Exception) -> None:
     logging.getLogger("ejkernel").warning("%s cannot be traced: %s", inv.kernel.name, error)
 
 
-def _attention_flops(args: Any, direction: str) -> int:
-    """Two a multiply-add, of the pairs that `causal` and `sliding_window` leave.
-
-    The dense count: masks, ids and lengths take nothing away. The backward has five products where
-    the forward has two, one of them the scores again.
-    """
-    batch, t, heads, d = args.query.shape
-    s, e = args.key.shape[1], args.value.shape[-1]
-    size = 3 * d + 2 * e if direction == BACKWARD else d + e
-    return 2 * batch * heads * _visible_pairs(args, t, s) * size
-
-
-def _visible_pairs(args: Any, t: int, s: int) -> int:
-    """Pairs in the window of positions s - t + i and j; all pairs when a call moves positions."""
-    moved = (args.cum_seqlens_q, args.q_positions, args.kv_positions)
-    if any(x is not None for x in moved):
-        return t * s
-    left, right = args.sliding_window
-    position = np.arange(t, dtype=np.int64) + (s - t)
-    first = np.zeros_like(position) if left is None else np.maximum(position - left, 0)
-    last = np.full_like(position, s - 1) if right is None else np.minimum(position + right, s - 1)
-    return int(np.maximum(last - first + 1, 0).sum())
-
-
-_COUNTS: dict[str, Callable[[Any, str], int]] = {
-    "flash_attention": _attention_flops,
-    "attention": _attention_flops,
-}
-
-
 def _flops(inv: Invocation) -> int | None:
-    count = _COUNTS.get(inv.kernel.name)
-    known = count is not None and isinstance(inv.kernel, _op_kernel.OpKernel)
-    return count(inv.call, inv.direction) if known else None
+    """The dense count: lengths, ids and masks are data of the call, and take nothing away."""
+    work = inv.kernel.spec.work if isinstance(inv.kernel, _op_kernel.OpKernel) else None
+    if work is None:
+        return None
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in inv.call.arrays().items()}
+    return work.flops(inv.call.with_arrays(shapes), inv.direction)
 
 
 # Text

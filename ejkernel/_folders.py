@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import tempfile
 
 
 def make_private(folder: pathlib.Path) -> None:
@@ -20,3 +21,21 @@ def can_write(folder: pathlib.Path) -> bool:
     except OSError:  # a part of the path is a file, or must not be looked into
         return False
     return nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file whole or not at all; what was there before stays if it fails."""
+    final = pathlib.Path(path)
+    if final.exists() and not final.is_file():  # a pipe or a device is written to as it is
+        final.write_text(text)
+        return
+    handle, temporary = tempfile.mkstemp(prefix=f".{final.name}-", dir=final.parent)
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

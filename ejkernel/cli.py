@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ejkernel import _cli_aot, _cli_call, _folders, _no_tpu
+from ejkernel import _cli_aot, _cli_bench, _cli_call, _cli_tune, _folders, _no_tpu
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import is_terminal
 from ejkernel._cli_text import say as _say
@@ -91,30 +91,41 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ejkernel", description=__doc__)
     parser.add_argument("--version", action="version", version=f"ejkernel {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="devices, versions, platforms and the cache")
+    doctor = _add(commands, "doctor", "devices, versions, platforms and the cache", "")
     doctor.set_defaults(run=_doctor)
-    listing = commands.add_parser("list", help="which kernels there are")
+    listing = _add(commands, "list", "which kernels there are", "flash_attention")
     listing.add_argument("op", nargs="?", metavar="OP", help="one operation, in detail")
     listing.set_defaults(run=_list)
-    explain = commands.add_parser("explain", help="what a call would run, and why")
+    call = "flash_attention --shape 2,1024,8,64 --set causal=true"
+    explain = _add(commands, "explain", "what a call would run, and why", call)
     explain.add_argument("op", metavar="OP")
     _cli_call.add_arguments(explain, dtype="float32")
     explain.add_argument("--platform", default="auto", help="auto, or one that must serve the call")
     explain.add_argument("--json", action="store_true", help="for programs")
     explain.set_defaults(run=_explain)
-    _cli_aot.add_commands(commands)
-    cache = commands.add_parser("cache", help="configurations measured on this machine")
+    _cli_aot.add_command(commands)
+    _cli_bench.add_command(commands)
+    _cli_tune.add_command(commands)
+    cache = _add(commands, "cache", "configurations measured on this machine", "show")
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("show", help="all records").set_defaults(run=_cache_show)
-    actions.add_parser("path", help="the folder").set_defaults(run=_cache_path)
-    clear = actions.add_parser("clear", help="removes all records")
+    _add(actions, "show", "all records", "").set_defaults(run=_cache_show)
+    _add(actions, "path", "the folder", "").set_defaults(run=_cache_path)
+    clear = _add(actions, "clear", "removes all records", "--yes")
     clear.add_argument("--yes", action="store_true", help="do not ask")
     clear.set_defaults(run=_cache_clear)
-    export = actions.add_parser("export", help="writes all records to a file; - is stdout")
-    add = actions.add_parser("import", help="adds the records of a file, or none if one is bad")
+    file = "tuned.json"
+    export = _add(actions, "export", "writes all records to a file; - is stdout", file)
+    add = _add(actions, "import", "adds the records of a file, or none if one is bad", file)
     for action, run in ((export, _cache_export), (add, _cache_import)):
         action.add_argument("file", metavar="FILE")
         action.set_defaults(run=run)
+    return parser
+
+
+def _add(commands: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    """A command whose help ends with an example."""
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.epilog = f"example: {parser.prog} {example}".rstrip()
     return parser
 
 
@@ -289,20 +300,16 @@ def _cache_clear(arguments: argparse.Namespace) -> int:
 
 
 def _cache_export(arguments: argparse.Namespace) -> int:
-    import msgspec
-
-    from ejkernel.ops.config.persistent import OWNER
-    from ejkernel.ops.utils import fingerprint
+    from ejkernel.ops.config.persistent import export_text
 
     records = list(_cache().records())
-    document = {"owner": OWNER, "schema": fingerprint.SCHEMA, "records": records}
-    text = json.dumps(msgspec.to_builtins(document), indent=2, sort_keys=True) + "\n"
+    text = export_text(records)
     if arguments.file == "-":
         if sys.stdout is None:
             raise UsageError("the standard output is closed; name a file to export to")
         sys.stdout.write(text)
     else:
-        pathlib.Path(arguments.file).write_text(text)
+        _folders.write_whole(arguments.file, text)
         _say(f"exported {len(records)} records to {arguments.file}")
     return 0
 

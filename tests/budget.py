@@ -14,6 +14,7 @@ _PARTS = {
     "modules": 450.0,  # 20 s an op
     "ops": 120.0,
     "aot": 60.0,
+    "bench": 150.0,
     "distributed": 200.0,
     "reliability": 65.0,
     "other": 220.0,

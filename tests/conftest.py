@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(config, items):
 # Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
 _QUICK = (
     *("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/", "tests/blocks/"),
+    "tests/bench/",
     "tests/test_docs.py",
 )
 

@@ -572,3 +572,17 @@ def test_a_closed_pipe_of_a_process(tmp_path):
     )
     assert done.stderr == ""
     assert done.stdout.strip() in ("0", "141")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("doctor", "list", "explain", "aot", "bench", "tune", "cache"),
+        *(f"cache {action}" for action in ("show", "path", "clear", "export", "import")),
+    ],
+)
+def test_every_help_has_an_example(run, command):
+    code, out, err = run(*command.split(), "--help")
+    assert (code, err) == (0, "")
+    examples = " ".join(out.rpartition("example")[2].split())
+    assert f"ejkernel {command}" in examples

@@ -241,7 +241,8 @@ class OpKernel(Kernel):
         if key not in _solved:
             if len(_solved) >= _MOST_SOLVED:
                 _solved.pop(next(iter(_solved)))
-            _solved[key] = _oracle.solve(self.spec, args, wanted)
+            options = _oracle.compiler_options(inv.target)
+            _solved[key] = _oracle.solve(self.spec, args, wanted, options)
         problem = _solved[key]
         benchmark.look()  # the oracle may have taken long
 

@@ -32,6 +32,17 @@ class Problem:
     naive: Answer
 
 
+def compiler_options(target: Any) -> dict[str, Any] | None:
+    """How an oracle is compiled for a device.
+
+    XLA tries several kernels for every matrix product on a GPU, which takes longer than the whole
+    comparison; the oracle runs once, and needs the right numbers only.
+    """
+    if target is None or target.kind != "gpu":
+        return None
+    return {"xla_gpu_autotune_level": 0}
+
+
 def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None) -> Problem:
     """Runs the oracle and the naive code on concrete arguments; `options` go to the compiler."""
     outputs = jax.eval_shape(lambda: spec.reference_fn()(args))

@@ -199,6 +199,20 @@ class Residual:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """What a call of an op costs, and the calls that `ejkernel bench` measures.
+
+    Both counts take canonical arguments and "forward" or "backward". Where lengths, ids and masks
+    are concrete, what they hide does not count; where only their shapes are known, they hide
+    nothing.
+    """
+
+    flops: Callable[[Any, str], int]  # two for a multiplication and an addition
+    traffic: Callable[[Any, str], int]  # the least bytes that are read and written
+    benchmarks: Callable[[], Sequence[Case]] = lambda: ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
     """An operation; `reference` and `formula` are "module:function", imported when asked for."""
 
@@ -218,6 +232,7 @@ class OpSpec:
     cases: Callable[[], Sequence[Case]] = lambda: ()
     # cases in which all numbers that no result depends on are padding, and so may be NaN
     padded: tuple[str, ...] = ()
+    work: Work | None = None  # None: nobody counted this op
     # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
     examples: Callable[[Any], dict[str, jax.Array]] = lambda args: {}
     # sizes by axis of a small call with the same options, for blocks of a size; None: no twin

@@ -12,7 +12,12 @@ from ejkernel.ops.execution.benchmark import benchmark
 from ejkernel.ops.execution.executor import Executor
 from ejkernel.ops.execution.recorded import Autotuner, autotune, autotune_recorded
 from ejkernel.ops.execution.tuning import Tuner
-from ejkernel.ops.registry import clear_invocations, get_invocations, record_invocation
+from ejkernel.ops.registry import (
+    clear_invocations,
+    get_invocations,
+    record_invocation,
+    save_invocations,
+)
 from ejkernel.ops.utils.fingerprint import (
     default_key_builder_with_sharding,
     device_fingerprint,
@@ -61,6 +66,7 @@ __all__ = [
     "pmap_with_config",
     "policy_override",
     "record_invocation",
+    "save_invocations",
     "sharding_fingerprint",
     "stable_json",
     "to_json",

@@ -1,17 +1,23 @@
 """Recorded invocations, and the kernels they name."""
 
 import dataclasses
+import json
 import logging
+import os
+import pathlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
+from ejkernel import _folders
 from ejkernel.ops.core.kernel import Invocation, Kernel
+from ejkernel.ops.utils import fingerprint
 
 logger = logging.getLogger("ejkernel")
 
+_OWNER = "ejkernel recorded calls"
 _recorded: dict[str, Invocation] = {}
 _resolvers: list[Callable[[str], Kernel | None]] = []
 _kernels: "weakref.WeakValueDictionary[str, Kernel]" = weakref.WeakValueDictionary()
@@ -39,6 +45,28 @@ def get_invocations() -> list[Invocation]:
 def clear_invocations() -> None:
     """Forgets all recorded calls."""
     _recorded.clear()
+
+
+def save_invocations(path: str | os.PathLike[str]) -> int:
+    """Writes the recorded calls to a file, for `ejkernel tune --recorded`; how many there are."""
+    calls = [inv.document for inv in get_invocations()]
+    document = {"owner": _OWNER, "schema": fingerprint.SCHEMA, "calls": calls}
+    _folders.write_whole(path, json.dumps(document, indent=1) + "\n")
+    return len(calls)
+
+
+def load_calls(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The calls in a file of `save_invocations`, as documents; ValueError where it is none."""
+    try:
+        found = json.loads(pathlib.Path(path).read_text())
+        mine = (found["owner"], found["schema"]) == (_OWNER, fingerprint.SCHEMA)
+        calls = list(found["calls"])
+        named = all(isinstance(call["op"], str) for call in calls)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no recorded calls: {error!r}") from None
+    if not mine or not named:
+        raise ValueError(f"{path} holds no recorded calls of this version")
+    return calls
 
 
 def remember_kernel(kernel: Kernel) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common
+from ejkernel.kernels._specs import _common, _work_sparse
 from ejkernel.kernels._specs import native_sparse_attention as nsa
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
@@ -105,6 +105,7 @@ def changes() -> dict[str, dict[str, Any]]:
 
 SPEC = _spec.OpSpec(
     name=OP,
+    work=_work_sparse.apply_native_sparse_attention,
     args=ApplyNativeSparseAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.native_sparse_attention:apply_native_sparse_attention",

@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _attention_cases, _common, flash_attention
+from ejkernel.kernels._specs import _attention_cases, _common, _work_attention, flash_attention
 
 
 @_spec.op_args
@@ -52,6 +52,7 @@ def _changes() -> dict[str, dict[str, Any]]:
 
 SPEC = _spec.OpSpec(
     name="attention",
+    work=_work_attention.attention,
     args=AttentionArgs,
     canonicalize=canonicalize,
     unpack=lambda values: flash_attention.unpack(values, op="attention"),

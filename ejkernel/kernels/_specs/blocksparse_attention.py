@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _cases, _spec
-from ejkernel.kernels._specs import _attention_cases, _common, flash_attention
+from ejkernel.kernels._specs import _attention_cases, _common, _work_sparse, flash_attention
 from ejkernel.kernels._specs._common import MASK_HINT
 from ejkernel.ops.core.types import BwdParams, FwdParams
 from ejkernel.types import block_mask
@@ -279,6 +279,7 @@ def changes() -> dict[str, dict[str, Any]]:
 
 SPEC = _spec.OpSpec(
     name=OP,
+    work=_work_sparse.blocksparse_attention,
     args=BlocksparseAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.blocksparse_attention:blocksparse_attention",

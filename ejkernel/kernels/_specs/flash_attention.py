@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _attention_cases, _common
+from ejkernel.kernels._specs import _attention_cases, _common, _work_attention
 from ejkernel.kernels._specs._common import MASK_HINT, Window
 from ejkernel.ops.core.types import BwdParams, FwdParams
 from ejkernel.types import MaskInfo
@@ -270,6 +270,7 @@ def localize(args: FlashAttentionArgs, offsets: dict[str, jax.Array]) -> FlashAt
 
 SPEC = _spec.OpSpec(
     name="flash_attention",
+    work=_work_attention.flash_attention,
     args=FlashAttentionArgs,
     canonicalize=canonicalize,
     unpack=unpack,

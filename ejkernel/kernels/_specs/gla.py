@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _derived, _spec
-from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
+from ejkernel.kernels._specs import _common, _linear_cases, _work_linear, linear_recurrence
 
 
 @_spec.op_args
@@ -48,6 +48,7 @@ def as_recurrence(args: GLAArgs) -> linear_recurrence.LinearRecurrenceArgs:
 
 SPEC = _spec.OpSpec(
     name="gla",
+    work=_work_linear.gla,
     args=GLAArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.gla:gla",

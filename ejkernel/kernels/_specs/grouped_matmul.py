@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common
+from ejkernel.kernels._specs import _common, _work_matmul
 from ejkernel.ops.core.sharding import Layout
 
 OP = "grouped_matmul"
@@ -280,6 +280,7 @@ class GroupedMatmulSpec(_spec.OpSpec):
 
 SPEC = GroupedMatmulSpec(
     name=OP,
+    work=_work_matmul.grouped_matmul,
     args=GroupedMatmulArgs,
     canonicalize=canonicalize,
     unpack=unpack,

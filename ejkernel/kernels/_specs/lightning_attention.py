@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _derived, _spec
-from ejkernel.kernels._specs import _common, _linear_cases, linear_recurrence
+from ejkernel.kernels._specs import _common, _linear_cases, _work_linear, linear_recurrence
 
 KINDS = ("linear", "exponential")
 
@@ -101,6 +101,7 @@ def as_recurrence(args: LightningAttentionArgs) -> linear_recurrence.LinearRecur
 
 SPEC = _spec.OpSpec(
     name="lightning_attention",
+    work=_work_linear.lightning_attention,
     args=LightningAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.lightning_attention:lightning_attention",

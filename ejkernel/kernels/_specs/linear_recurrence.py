@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _linear_cases
+from ejkernel.kernels._specs import _common, _linear_cases, _work_linear
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
 
@@ -178,6 +178,7 @@ FAMILY: dict[str, Any] = {
 
 SPEC = _spec.OpSpec(
     name="linear_recurrence",
+    work=_work_linear.linear_recurrence,
     args=LinearRecurrenceArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.linear_recurrence:linear_recurrence",

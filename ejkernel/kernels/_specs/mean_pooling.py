@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common
+from ejkernel.kernels._specs import _common, _work_matmul
 from ejkernel.ops.core.sharding import Layout
 
 OP = "mean_pooling"
@@ -170,6 +170,7 @@ class MeanPoolingSpec(_spec.OpSpec):
 
 SPEC = MeanPoolingSpec(
     name=OP,
+    work=_work_matmul.mean_pooling,
     args=MeanPoolingArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.mean_pooling:mean_pooling",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common
+from ejkernel.kernels._specs import _common, _work_matmul
 
 
 @_spec.op_args
@@ -70,6 +70,7 @@ def _cases() -> tuple[_spec.Case, ...]:
 
 SPEC = _spec.OpSpec(
     name="merge_attention_states",
+    work=_work_matmul.merge_attention_states,
     args=MergeAttentionStatesArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.merge_attention_states:merge_attention_states",

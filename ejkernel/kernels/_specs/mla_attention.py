@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.kernels import _cases, _spec
-from ejkernel.kernels._specs import _attention_cases, _common, flash_attention
+from ejkernel.kernels._specs import _attention_cases, _common, _work_attention, flash_attention
 from ejkernel.kernels._specs._common import MASK_HINT, Window
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
@@ -265,6 +265,7 @@ def localize(args: MLAAttentionArgs, offsets: dict[str, jax.Array]) -> MLAAttent
 
 SPEC = _spec.OpSpec(
     name=_OP,
+    work=_work_attention.mla_attention,
     args=MLAAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.mla_attention:mla_attention",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, page_attention, ragged_page_attention
+from ejkernel.kernels._specs import _common, _work_paged, page_attention, ragged_page_attention
 from ejkernel.ops.core.types import FwdParams
 
 _OP = "mla_page_attention"
@@ -188,6 +188,7 @@ def _count(value: Any) -> Any:
 
 SPEC = _spec.OpSpec(
     name=_OP,
+    work=_work_paged.mla_page_attention,
     args=MLAPageAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.mla_page_attention:mla_page_attention",

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _cases, _spec
-from ejkernel.kernels._specs import _common
+from ejkernel.kernels._specs import _common, _work_sparse
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
 _INT32_MAX = 2**31 - 1
@@ -391,6 +391,7 @@ FAMILY: dict[str, Any] = {
 
 SPEC = _spec.OpSpec(
     name="native_sparse_attention",
+    work=_work_sparse.native_sparse_attention,
     args=NativeSparseAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.native_sparse_attention:native_sparse_attention",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _cases, _spec
-from ejkernel.kernels._specs import _common, _paged
+from ejkernel.kernels._specs import _common, _paged, _work_paged
 from ejkernel.ops.core.types import FwdParams
 
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -333,6 +333,7 @@ def outputs(args: Any) -> tuple[str, ...]:
 
 SPEC = _spec.OpSpec(
     name="page_attention",
+    work=_work_paged.page_attention,
     args=PageAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.page_attention:page_attention",

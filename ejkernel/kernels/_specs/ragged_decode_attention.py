@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _paged, page_attention
+from ejkernel.kernels._specs import _common, _paged, _work_paged, page_attention
 from ejkernel.ops.core.types import FwdParams
 
 
@@ -154,6 +154,7 @@ def changes() -> dict[str, dict[str, Any]]:
 
 SPEC = _spec.OpSpec(
     name="ragged_decode_attention",
+    work=_work_paged.ragged_decode_attention,
     args=RaggedDecodeAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.ragged_decode_attention:ragged_decode_attention",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _paged, page_attention
+from ejkernel.kernels._specs import _common, _paged, _work_paged, page_attention
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import FwdParams
 
@@ -225,6 +225,7 @@ def _count(value: Any) -> Any:
 
 SPEC = PagedSpec(
     name="ragged_page_attention",
+    work=_work_paged.ragged_page_attention,
     args=RaggedPageAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.ragged_page_attention:ragged_page_attention",

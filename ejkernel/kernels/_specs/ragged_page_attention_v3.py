@@ -15,6 +15,7 @@ from ejkernel.kernels._shared import page_slots
 from ejkernel.kernels._specs import (
     _common,
     _paged,
+    _work_paged,
     page_attention,
     ragged_page_attention,
     update_kv_pages,
@@ -257,6 +258,7 @@ LOWERING = _derived.Lowering(
 
 SPEC = ragged_page_attention.PagedSpec(
     name="ragged_page_attention_v3",
+    work=_work_paged.ragged_page_attention_v3,
     args=RaggedPageAttentionV3Args,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.ragged_page_attention_v3:ragged_page_attention_v3",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _recurrent_cases
+from ejkernel.kernels._specs import _common, _recurrent_cases, _work_linear
 from ejkernel.ops.core.sharding import Layout
 
 OP = "recurrent"
@@ -317,6 +317,7 @@ class RecurrentSpec(_spec.OpSpec):
 
 SPEC = RecurrentSpec(
     name=OP,
+    work=_work_linear.recurrent,
     args=RecurrentArgs,
     canonicalize=canonicalize,
     unpack=unpack,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _attention_cases, _common, flash_attention
+from ejkernel.kernels._specs import _attention_cases, _common, _work_attention, flash_attention
 from ejkernel.kernels._specs._common import MASK_HINT
 from ejkernel.kernels._specs.flash_attention import FlashAttentionArgs
 from ejkernel.ops.core.sharding import Layout
@@ -202,6 +202,7 @@ def _changes() -> dict[str, dict[str, Any]]:
 
 SPEC = RingAttentionSpec(
     name=_OP,
+    work=_work_attention.ring_attention,
     args=RingAttentionArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.ring_attention:ring_attention",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _sparse_blocks
+from ejkernel.kernels._specs import _common, _sparse_blocks, _work_matmul
 
 OP = "sampled_matmul"
 
@@ -101,6 +101,7 @@ def cases() -> tuple[_spec.Case, ...]:
 
 SPEC = _spec.OpSpec(
     name=OP,
+    work=_work_matmul.sampled_matmul,
     args=SampledMatmulArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.sampled_matmul:sampled_matmul",

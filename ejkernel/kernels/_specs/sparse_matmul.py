@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _common, _sparse_blocks
+from ejkernel.kernels._specs import _common, _sparse_blocks, _work_matmul
 
 OP = "sparse_matmul"
 
@@ -120,6 +120,7 @@ def cases() -> tuple[_spec.Case, ...]:
 
 SPEC = SparseMatmulSpec(
     name=OP,
+    work=_work_matmul.sparse_matmul,
     args=SparseMatmulArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.sparse_matmul:sparse_matmul",

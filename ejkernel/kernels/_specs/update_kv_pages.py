@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import ragged_page_attention, update_paged_cache
+from ejkernel.kernels._specs import _work_paged, ragged_page_attention, update_paged_cache
 
 _OP = "update_kv_pages"
 
@@ -53,6 +53,7 @@ def cases() -> tuple[_spec.Case, ...]:
 
 SPEC = ragged_page_attention.PagedSpec(
     name=_OP,
+    work=_work_paged.update_kv_pages,
     args=UpdateKVPagesArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.update_kv_pages:update_kv_pages",

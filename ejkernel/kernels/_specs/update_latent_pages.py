@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import update_paged_cache
+from ejkernel.kernels._specs import _work_paged, update_paged_cache
 
 _OP = "update_latent_pages"
 
@@ -57,6 +57,7 @@ def cases() -> tuple[_spec.Case, ...]:
 
 SPEC = _spec.OpSpec(
     name=_OP,
+    work=_work_paged.update_latent_pages,
     args=UpdateLatentPagesArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.update_latent_pages:update_latent_pages",

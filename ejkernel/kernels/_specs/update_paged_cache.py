@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ejkernel.kernels import _spec
-from ejkernel.kernels._specs import _paged
+from ejkernel.kernels._specs import _paged, _work_paged
 
 
 @_spec.op_args
@@ -144,6 +144,7 @@ FAMILY: dict[str, Any] = {
 
 SPEC = _spec.OpSpec(
     name="update_paged_cache",
+    work=_work_paged.update_paged_cache,
     args=UpdatePagedCacheArgs,
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.update_paged_cache:update_paged_cache",

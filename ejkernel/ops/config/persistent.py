@@ -13,7 +13,7 @@ import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -280,6 +280,12 @@ class PersistentCache:
         if not self._told:
             self._told = True
             warnings.warn(f"ejkernel cache: {text}.", EjkernelWarning, stacklevel=2)
+
+
+def export_text(records: Sequence[Record]) -> str:
+    """Records as one document, which `ejkernel cache import` reads."""
+    document = {"owner": OWNER, "schema": fingerprint.SCHEMA, "records": list(records)}
+    return json.dumps(msgspec.to_builtins(document), indent=2, sort_keys=True) + "\n"
 
 
 def revive(record: Record) -> Any:

@@ -52,13 +52,21 @@ class Tuner:
       num_warmup: Calls before the clock starts.
       num_iters: Calls that are timed, at most.
       max_candidates: How many to try; None tries all, on a CPU four.
+      report: Called with what is done, how many candidates there are, and the least time so far,
+        in milliseconds, or None; without it a terminal shows a line.
     """
 
     def __init__(
-        self, *, num_warmup: int = 1, num_iters: int = 10, max_candidates: int | None = None
+        self,
+        *,
+        num_warmup: int = 1,
+        num_iters: int = 10,
+        max_candidates: int | None = None,
+        report: Callable[[int, int, float | None], None] | None = None,
     ):
         self.num_warmup, self.num_iters = num_warmup, num_iters
         self.max_candidates = max_candidates
+        self.report = report
         self.measured = 0  # candidates timed so far, by this tuner
 
     def candidates(
@@ -153,13 +161,13 @@ class Tuner:
         finalists: list[Candidate] = []
         try:
             for done, candidate in enumerate(run.candidates):
-                _show_progress(run, done)
+                self._say(run, done)
                 self._measure_one(run, trial, candidate)
             if not run.stop.is_set():
                 finalists = self._measure_again(run, trial)
         finally:
             trial.release()
-        _show_progress(run, len(run.candidates))
+        self._say(run, len(run.candidates))
         cut_short = run.stop.is_set() or not {CUT_SHORT, _ENDED}.isdisjoint(run.failures.values())
         if not run.timed():
             reason = f"all {len(run.candidates)} candidates failed"
@@ -167,6 +175,12 @@ class Tuner:
                 reason = f"nothing was measured within the budget of {run.budget_s:g} s"
             return Result(None, run.failures, reason)
         return Result(run.best(complete=not cut_short, among=finalists), run.failures)
+
+    def _say(self, run: "_Run", done: int) -> None:
+        if self.report is None:
+            _show_progress(run, done)
+        else:
+            self.report(done, len(run.candidates), min(run.times.values(), default=None))
 
     def _measure_one(self, run: "_Run", trial: Trial, candidate: Candidate) -> None:
         name = name_of(*candidate)

@@ -1,0 +1,78 @@
+"""Whether a row keeps the promises of its workload."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ejkernel.bench._results import OURS, Document, Row, Verdict
+from ejkernel.bench._workloads import AUTO, BEST, Bar, Workload
+
+Again = Callable[[Sequence[str]], dict[str, list[float]]]
+
+
+def within(row: Row, workload: Workload, again: Again | None = None) -> None:
+    """Adds the verdicts that need no other row.
+
+    What misses its bar is measured once more, in pairs, where `again` can do that.
+    """
+    for bar in _of_mode(workload, row):
+        if bar.workload:
+            continue
+        of, beside = _measured(row, bar.of), _measured(row, bar.beside)
+        if not bar.beside:
+            limit = None if of is None or of.median is None else bar.least / max(of.median, 1e-9)
+            row.bars.append(Verdict(bar.of, f"{bar.least:g} {row.unit}", 1.0, limit))
+            continue
+        verdict = Verdict(bar.of, bar.beside, bar.least, _ratio(of, beside))
+        if not verdict.kept and again is not None and of is not beside:
+            verdict.ratio = _paired(again([of.name, beside.name]), of.name, beside.name)
+        row.bars.append(verdict)
+
+
+def across(document: Document, workload: Workload, row: Row) -> None:
+    """Adds the verdicts that compare rates of a program in two rows."""
+    for bar in _of_mode(workload, row):
+        if not bar.workload:
+            continue
+        found = [r for r in document.rows if (r.op, r.mode) == (row.op, row.mode)]
+        other = next((r for r in found if r.workload == bar.workload), None)
+        mine, base = (None if r is None else _measured(r, bar.of) for r in (row, other))
+        ratio = None
+        if mine is not None and base is not None and mine.rate and base.rate:
+            ratio = mine.rate / base.rate
+        row.bars.append(Verdict(bar.of, f"its rate in {bar.workload}", bar.least, ratio))
+
+
+def missed(document: Document) -> list[str]:
+    """The promises that are not kept, a line each."""
+    return [
+        f"{row.op}, {row.workload}, {row.mode}: {v.of} is {v.ratio:.2f} times as fast as "
+        f"{v.beside}, at least {v.least:g} is promised"
+        for row in document.rows
+        for v in row.bars
+        if not v.kept and v.ratio is not None
+    ]
+
+
+def _of_mode(workload: Workload, row: Row) -> list[Bar]:
+    return [bar for bar in workload.bars if row.mode in bar.modes]
+
+
+def _measured(row: Row, name: str) -> Any:
+    """A program that has a number; "auto" may be one of the entries."""
+    if name == BEST:
+        ours = [p for p in row.programs if p.kind == OURS and p.median and p.name != AUTO]
+        return min(ours, key=lambda p: p.median or 0.0, default=None)
+    found = row.program(row.auto if name == AUTO else name)
+    return found if found is not None and found.median is not None else None
+
+
+def _ratio(of: Any, beside: Any) -> float | None:
+    if of is None or beside is None or not of.median or beside.median is None:
+        return None
+    return beside.median / of.median
+
+
+def _paired(times: dict[str, list[float]], of: str, beside: str) -> float:
+    pairs = zip(times[of], times[beside], strict=True)
+    return statistics.median(b / a for a, b in pairs)

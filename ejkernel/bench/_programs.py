@@ -1,0 +1,229 @@
+"""Compiled programs of a workload: ours entry by entry, and those of peers."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _device
+from ejkernel.bench import _workloads
+from ejkernel.bench._workloads import AUTO, BOTH, FWD, Workload
+from ejkernel.kernels import _op_kernel, kernel_registry
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD
+from ejkernel.ops.execution.executor import default_executor
+
+DIRECTIONS = {FWD: (FORWARD,), BOTH: (FORWARD, BACKWARD)}
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """The concrete inputs of a workload, shared by all its programs."""
+
+    workload: Workload
+    values: dict[str, Any]
+    traced: dict[str, Any]
+    static: dict[str, Any]
+    args: Any
+    grads: tuple[str, ...]
+    cotangent: Any = None
+
+    @classmethod
+    def of(cls, workload: Workload) -> "Call":
+        spec = kernel_registry.spec(workload.op)
+        values = workload.values(jnp.dtype(workload.dtype), jax.random.key(0))
+        traced, static = _workloads.split(values)
+        args = spec.canonicalize(spec.unpack(spec.complete(values)))
+        grads = workload.grads
+        if grads is None:
+            grads = tuple(name for name in traced if name in spec.differentiable)
+        return cls(workload, values, traced, static, args, grads)
+
+    @property
+    def op(self) -> str:
+        return self.workload.op
+
+    def work(self, mode: str) -> tuple[int | None, int | None]:
+        """Operations and bytes of a mode."""
+        work = kernel_registry.spec(self.op).work
+        if work is None:
+            return None, None
+        directions = DIRECTIONS[mode]
+        flops = sum(work.flops(self.args, d) for d in directions)
+        return flops, sum(work.traffic(self.args, d) for d in directions)
+
+    def with_cotangent(self, fn: Callable[[dict[str, Any]], Any]) -> None:
+        """Draws a cotangent for the outputs of a function, once."""
+        if self.cotangent is not None:
+            return
+        made = jax.eval_shape(lambda traced: fn({**self.static, **traced}), self.traced)
+        leaves, tree = jax.tree.flatten(made)
+        keys = jax.random.split(jax.random.key(1), max(len(leaves), 1))
+        drawn = [
+            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
+            for k, x in zip(keys, leaves, strict=False)
+        ]
+        self.cotangent = jax.tree.unflatten(tree, drawn)
+
+
+@dataclasses.dataclass(eq=False)
+class Ours:
+    """One of our programs: an entry, or what platform="auto" runs."""
+
+    name: str
+    fn: Callable[[dict[str, Any]], Any]
+    choices: dict[str, Any]  # by direction
+    version: int | None
+
+    def config(self) -> dict[str, str]:
+        return {d: f"{c.cfg}, said by {c.source}" for d, c in self.choices.items()}
+
+    def same_as(self, other: "Ours") -> bool:
+        """Whether both run the same kernels with the same configurations."""
+        mine, others = (
+            {d: (c.implementation.name, c.cfg) for d, c in x.choices.items()} for x in (self, other)
+        )
+        return mine == others
+
+
+def entries(call: Call, mode: str, wanted: Any = None) -> Iterator[tuple[Any, str | None]]:
+    """The entries of an op on this device, and why each cannot serve the call, or None."""
+    target = _device.find()
+    for entry in kernel_registry.list(call.op):
+        if not entry.runs_on(target):
+            continue
+        if wanted is None and entry.priority < 0:  # it only stands in for another one
+            continue
+        if wanted is not None and not {entry.name, str(entry.platform)} & set(wanted):
+            continue
+        reasons = [entry.why_not(call.args, target, d) for d in DIRECTIONS[mode]]
+        if mode == BOTH and entry.backward is None and entry.derivative != "jax":
+            reasons.append("has no backward kernel")
+        yield entry, next((reason for reason in reasons if reason is not None), None)
+
+
+def kernel_of(op: str) -> Any:
+    """The kernel class that stands for an op."""
+    import ejkernel.modules  # noqa: F401 - its classes make themselves known
+
+    return _op_kernel.OpKernel.public[op]()
+
+
+def of_entry(call: Call, entry: Any, mode: str) -> Ours:
+    """The program of one entry, asked for by its platform."""
+    alike = [e for e, why in entries(call, mode) if e.platform == entry.platform and why is None]
+    if call.workload.ours is not None:
+        chosen = call.workload.ours
+        fn: Callable[..., Any] = lambda values: chosen(str(entry.platform), values)
+    elif alike == [entry]:
+        public = type(kernel_of(call.op)).function
+        fn = lambda values: public(**values, platform=str(entry.platform))
+    else:
+        one = _op_kernel.keyword_function(kernel_registry.spec(call.op), entry)
+        fn = lambda values: one(**values)
+    made = Ours(entry.name, fn, {}, entry.version)
+    if call.workload.devices == 1:
+        platform = str(entry.platform) if alike == [entry] else entry.name
+        made.choices = _choices(call, mode, platform)
+    return made
+
+
+def of_auto(call: Call, mode: str) -> Ours:
+    """What a user gets who asks for nothing."""
+    chosen, public = call.workload.ours, type(kernel_of(call.op)).function
+    fn: Callable[..., Any] = lambda values: public(**values)
+    if chosen is not None:
+        fn = lambda values: chosen(AUTO, values)
+    choices = _choices(call, mode, AUTO) if call.workload.devices == 1 else {}
+    return Ours(AUTO, fn, choices, None)
+
+
+def invocations(call: Call, mode: str, platform: str) -> dict[str, Any]:
+    """The invocations of a call, by direction."""
+    kernel, made = kernel_of(call.op), {}
+    wanted = frozenset(n for n in call.args.arrays() if n in _differentiable(call))
+    for direction in DIRECTIONS[mode]:
+        extra = {"direction": direction, "wanted": wanted if direction == BACKWARD else frozenset()}
+        made[direction] = default_executor().invocation(
+            kernel, **call.values, platform=platform, **extra
+        )
+    return made
+
+
+def _differentiable(call: Call) -> frozenset[str]:
+    """Canonical arrays whose gradients a backward of this workload makes."""
+    spec = kernel_registry.spec(call.op)
+    named = spec.differentiable & set(call.grads)
+    return spec.differentiable if call.grads and not set(call.grads) <= named else named
+
+
+def _choices(call: Call, mode: str, platform: str) -> dict[str, Any]:
+    """What is chosen for the directions of a mode; nothing where JAX makes the backward."""
+    if "/" in platform:  # an entry beside others of its platform: its own kernel chooses
+        return {}
+    chooser, made = default_executor().chooser, {}
+    for direction, inv in invocations(call, mode, platform).items():
+        forward = made.get(FORWARD)
+        if direction == BACKWARD and forward.implementation.derivative == "jax":
+            continue
+        made[direction] = chooser.choose(inv)
+    return made
+
+
+# Programs that run
+
+
+def pure(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable[[], Any]:
+    """A compiled function that gives outputs, and gradients where the mode has them."""
+    static, grads = call.static, call.grads
+    if mode == FWD:
+        forward = jax.jit(lambda traced: fn({**static, **traced}))
+        return lambda: forward(call.traced)
+
+    @jax.jit
+    def both(traced: dict[str, Any], cotangent: Any) -> Any:
+        point = {name: traced[name] for name in grads}
+        out, pull = jax.vjp(lambda some: fn({**static, **traced, **some}), point)
+        return out, pull(cotangent)[0]
+
+    call.with_cotangent(fn)
+    return lambda: both(call.traced, call.cotangent)
+
+
+def in_place(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable[[], Any]:
+    """As `pure`; an op that writes into its arguments gets those of the call before, donated."""
+    spec = kernel_registry.spec(call.op)
+    if not spec.written:
+        return pure(call, fn, mode)
+    names = spec.outputs(call.args)
+    rest = {n: x for n, x in call.traced.items() if n not in spec.written}
+
+    def step(written: dict[str, Any], rest: dict[str, Any]) -> Any:
+        made = fn({**call.static, **rest, **written})
+        return dict(zip(names, made if isinstance(made, tuple) else (made,), strict=True))
+
+    program = jax.jit(step, donate_argnums=0)
+    held = {name: jnp.array(call.traced[name]) for name in spec.written}  # a copy of its own
+
+    def run() -> Any:
+        made = program(dict(held), rest)
+        held.update({name: made[name] for name in spec.written})
+        return made
+
+    return run
+
+
+def temporaries(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> int:
+    """Temporary bytes that XLA reports of a program; nothing runs."""
+    traced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.traced)
+    forward = lambda traced: fn({**call.static, **traced})
+
+    def both(traced: dict[str, Any], cotangent: Any) -> Any:
+        point = {name: traced[name] for name in call.grads}
+        out, pull = jax.vjp(lambda some: forward({**traced, **some}), point)
+        return out, pull(cotangent)[0]
+
+    inputs = (traced, jax.eval_shape(forward, traced)) if mode == BOTH else (traced,)
+    program = jax.jit(both if mode == BOTH else forward)
+    return program.lower(*inputs).compile().memory_analysis().temp_size_in_bytes

@@ -1,0 +1,253 @@
+"""One row of results: its programs are found, checked, compiled and timed."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ejkernel import _device
+from ejkernel.bench import _bars, _check, _peers, _programs, _results
+from ejkernel.bench._programs import Call
+from ejkernel.bench._results import OURS, Program, Row
+from ejkernel.bench._workloads import AUTO, BOTH, EAGER, FWD, MEMORY, TIME, Peer
+from ejkernel.kernels import kernel_registry
+from ejkernel.ops.execution import benchmark
+from ejkernel.ops.execution.executor import default_executor
+
+Run = Callable[[], Any]
+_MORE_ROUNDS = 3  # times as many where a bar is missed, since a program may differ from itself
+
+
+@dataclasses.dataclass(eq=False)
+class RowInTheMaking:
+    """One row in the making: who can run the call, whose numbers are right, how long each takes.
+
+    `wrong` is what the oracle said of each entry, shared by the modes of a workload.
+    """
+
+    run: Any  # of `_runner`
+    call: Call
+    mode: str
+    wrong: dict[str, str | None]
+    programs: list[Program] = dataclasses.field(default_factory=list)
+    runs: dict[str, Run] = dataclasses.field(default_factory=dict)
+    expected: Any = None
+    auto: str = ""
+
+    def measure(self) -> Row:
+        call, workload = self.call, self.call.workload
+        self._add_ours()
+        for peer in self._peers():
+            self._add_peer(peer)
+        self._add_public()
+        if workload.quantity == TIME:
+            self._say("timing")
+            self._fill(self.run.rounds(self.runs))
+        flops, size = call.work(self.mode)
+        row = Row(
+            op=call.op,
+            workload=workload.name,
+            mode=self.mode,
+            dtype=workload.dtype,
+            programs=self.programs,
+            shapes={n: _results.describe(x) for n, x in call.traced.items()},
+            unit=workload.quantity,
+            flops=flops,
+            bytes=size,
+            auto=self.auto,
+        )
+        again = lambda names: self.run.rounds({n: self.runs[n] for n in names}, _MORE_ROUNDS)
+        _bars.within(row, workload, again if workload.quantity == TIME else None)
+        return row
+
+    def _say(self, what: str) -> None:
+        workload = self.call.workload
+        self.run.progress.step(f"{workload.op}, {workload.name}, {self.mode}: {what}")
+
+    def _fill(self, times: dict[str, list[float]]) -> None:
+        for program in self.programs:
+            if some := times.get(program.name):
+                program.median, program.rounds = statistics.median(some), len(some)
+                program.spread = _spread(some)
+
+    # Ours
+
+    def _add_ours(self) -> None:
+        found = list(_programs.entries(self.call, self.mode, self.run.options.entries))
+        able = []
+        for entry, reason in found:
+            if reason is None:
+                able.append(entry)
+            else:
+                self.programs.append(Program(entry.name, OURS, failed=f"refused: {reason}"))
+        made = [self._entry(entry) for entry in able]
+        working = [ours for ours in made if ours is not None]
+        if self.run.options.entries is None and working:
+            self._add_auto(working)
+
+    def _entry(self, entry: Any) -> Any:
+        """Checks and builds the program of an entry; None when it is not to be timed."""
+        self._say(f"checking {entry.name}")
+        record = Program(entry.name, OURS, version=entry.version)
+        self.programs.append(record)
+        try:
+            self._tune(str(entry.platform))
+            record.failed = self._oracle(entry) or ""
+            if record.failed:
+                return None
+            ours = _programs.of_entry(self.call, entry, self.mode)
+            record.config = ours.config()
+            record.failed = self._build(ours.name, ours.fn) or ""
+        except Exception as error:  # noqa: BLE001 - one kernel's failure is a result
+            record.failed = _short(error)
+        return None if record.failed else ours
+
+    def _oracle(self, entry: Any) -> str | None:
+        """What the oracle says, once for all modes of a workload."""
+        if entry.name not in self.wrong:
+            modes = self.call.workload.modes
+            mode = BOTH if BOTH in modes and self._differentiates(entry) else FWD
+            choices = _programs.of_entry(self.call, entry, mode).choices
+            chosen = {direction: choice.cfg for direction, choice in choices.items()}
+            said = _check.against_oracle(self.call, entry, mode, _device.find(), chosen)
+            self.wrong[entry.name] = None if said is None else f"wrong: {said}"
+        return self.wrong[entry.name]
+
+    def _differentiates(self, entry: Any) -> bool:
+        reasons = dict(_programs.entries(self.call, BOTH, (entry.name,)))
+        return reasons.get(entry) is None and bool(
+            kernel_registry.spec(self.call.op).differentiable
+        )
+
+    def _tune(self, platform: str) -> None:
+        if not self.run.options.tune_s:
+            return
+        self._say(f"tuning {platform}")
+        chooser = default_executor().chooser
+        for inv in _programs.invocations(self.call, self.mode, platform).values():
+            chooser.tune(inv, budget_s=self.run.options.tune_s)
+
+    def _add_auto(self, working: Sequence[Any]) -> None:
+        """What "auto" runs; it is timed apart only where that is no program of an entry."""
+        self._tune(AUTO)
+        auto = _programs.of_auto(self.call, self.mode)
+        same = [ours for ours in working if auto.choices and ours.same_as(auto)]
+        if same or len(working) == 1:
+            self.auto = (same or working)[0].name
+            return
+        self.auto = AUTO
+        record = Program(AUTO, OURS, config=auto.config())
+        record.note = "runs " + ", ".join(c.implementation.name for c in auto.choices.values())
+        record.failed = self._build(AUTO, auto.fn) or ""
+        self.programs.append(record)
+
+    def _build(self, name: str, fn: Callable[..., Any], peer: Peer | None = None) -> str | None:
+        """Compiles a program and compares what it gives; why it is not timed, or None."""
+        quantity = self.call.workload.quantity
+        if quantity == MEMORY:
+            record = next(p for p in self.programs if p.name == name)
+            record.median = float(_programs.temporaries(self.call, fn, self.mode))
+            return None
+        call = self.call
+        if peer is not None and peer.prepare is not None:
+            call = dataclasses.replace(call, traced=call.traced | peer.prepare(call.values))
+        run = _programs.pure(call, fn, self.mode)
+        if (reason := self._compare(run(), peer)) is not None:
+            return reason
+        if quantity == EAGER:
+            record = next(p for p in self.programs if p.name == name)
+            record.median = _eager(self.call, fn, run)
+            return None
+        if kernel_registry.spec(self.call.op).written:
+            run = _programs.in_place(self.call, fn, self.mode)
+        self.runs[name] = run
+        return None
+
+    def _compare(self, actual: Any, peer: Peer | None) -> str | None:
+        if self.expected is None:
+            self.expected = actual  # an entry of ours, which the oracle has accepted
+            return None
+        if peer is not None and not peer.agrees:
+            return None
+        tolerance = None if peer is None else peer.tolerance
+        said = _check.disagreement(actual, self.expected, tolerance)
+        return None if said is None else f"disagrees with ours: {said}"
+
+    # Peers
+
+    def _peers(self) -> list[Peer]:
+        workload, wanted = self.call.workload, self.run.options.peers
+        found = [*workload.peers]
+        if workload.known_peers:
+            found += _peers.known(workload.op, self.run.kind)
+        return [p for p in found if wanted is None or p.name in wanted]
+
+    def _add_peer(self, peer: Peer) -> None:
+        compared = self.expected is not None or self.call.workload.quantity == MEMORY
+        if self.mode not in peer.modes or not compared:
+            return
+        record = Program(peer.name)
+        self.programs.append(record)
+        self._say(f"checking {peer.name}")
+        try:
+            if peer.why_not(self.call.values) is not None:
+                self.programs.remove(record)  # a call that is not its business
+                return
+            if peer.run is not None:
+                record.failed = self._build(peer.name, peer.run, peer) or ""
+            else:
+                record.failed = self._build_foreign(peer) or ""
+            record.note = "" if peer.agrees else "computes something else: its time alone counts"
+        except Exception as error:  # noqa: BLE001 - another library's failure is a result
+            record.failed = _short(error)
+
+    def _build_foreign(self, peer: Peer) -> str | None:
+        """A program of another framework, whose results tell their arrays."""
+        assert peer.build is not None
+        call = self.call
+        run = peer.build(call.values, call.grads, self.mode, call.cotangent)
+        result = run()
+        jax.block_until_ready(result)
+        if peer.agrees and (reason := self._compare(result.arrays(), peer)) is not None:
+            return reason
+        self.runs[peer.name] = run
+        return None
+
+    def _add_public(self) -> None:
+        public = self.run.public
+        if public is None or self.call.op not in public.ops or not self.runs:
+            return
+        self._say("the public package")
+        for name, failed in public.prepare(self.call, self.mode).items():
+            note = "in a process of its own; its numbers are not compared"
+            self.programs.append(Program(name, failed=failed, note=note))
+            if not failed:
+                self.runs[name] = lambda name=name, public=public: public.milliseconds(name)
+
+
+def _eager(call: Call, fn: Callable[..., Any], jitted: Run) -> float:
+    """Microseconds that an eager call costs over the same jitted call."""
+
+    def cost(run: Run) -> float:
+        def many() -> Any:
+            for _ in range(200):
+                out = run()
+            return out
+
+        return benchmark.measure(many, num_iters=20).median / 200 * 1e3
+
+    return min(cost(lambda: fn(call.values)) - cost(jitted) for _ in range(3))
+
+
+def _spread(times: Sequence[float]) -> float:
+    """The range between the quartiles."""
+    ordered = sorted(times)
+    quarter = len(ordered) // 4
+    return ordered[-1 - quarter] - ordered[quarter]
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:240]
