@@ -205,7 +205,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "cache": (None, "int8", "float8_e4m3fn"),
     "return_lse": (False, True),
 }
-_PLAIN = {name: values[0] for name, values in _OPTIONS.items()} | {"bad_ids": False}
+_PLAIN = {name: values[0] for name, values in _OPTIONS.items()} | {"bad_ids": False, "scale": None}
 _NAMED = {
     "plain": {},
     "causal_window_sinks": {"window": 6, "sinks": "per_head", "return_lse": True, "scale": 0.3},
@@ -230,7 +230,7 @@ def cache_values(
         "logits_soft_cap": row["cap"],
         "return_lse": row["return_lse"],
     }
-    if "scale" in row:
+    if row["scale"] is not None:
         options["softmax_scale"] = row["scale"]
     if row["cache"] is not None:
         factor = 30.0 if row["cache"] == "int8" else 1.0
