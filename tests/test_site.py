@@ -14,6 +14,7 @@ import pytest
 
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import flash_attention
+from ejkernel.bench import _charts
 from tools import measured, pictures
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -52,10 +53,11 @@ def test_numbers_have_about_three_digits():
 
 
 def test_every_number_of_a_result_file_reaches_its_page():
-    rows = measured.read("cpu_ring")["rows"]
+    documents = {path.stem: found for path, found in _charts.results().items()}
     page = (DOCS / "ops" / "ring_attention.md").read_text()
-    for row in rows:
-        assert f"| {row['label']} | {measured.number(row['ours'])} |" in page
+    for row in documents["cpu_ring"].rows:
+        values = " | ".join(measured.number(p.median) for p in row.programs)
+        assert f"| {row.workload}, {measured.MODES[row.mode]} | {values} |" in page
 
 
 def test_navigation_lists_every_page_once():
