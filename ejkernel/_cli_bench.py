@@ -204,22 +204,26 @@ def _finish(arguments: argparse.Namespace, document: Any) -> int:
 def _show(document: Any) -> None:
     from ejkernel.bench import _svg
 
-    rows = []
-    for row in document.rows:
-        for p in [*_svg.shown(row), *(p for p in row.programs if p.median is None)]:
-            spread = "" if p.spread is None else f"± {p.spread / 2:.2g}"
-            median = "-" if p.median is None else f"{p.median:.4g} {row.unit}"
-            rate = "" if p.rate is None else _svg.rate_text(p.rate, row.rate_unit)
-            share = "" if p.share is None else f"{100 * p.share:.0f} %"
-            about = p.failed or ("auto" if row.auto == p.name else "")
-            rows.append(
-                (row.op, row.workload, row.mode, p.name, median, spread, rate, share, about)
-            )
-    columns = ("op", "workload", "mode", "program", "median", "spread", "rate", "ceiling", "")
-    table(columns, rows, f"{document.device}, {document.date}")
+    columns = ("workload", "mode", "program", "median", "spread", "rate", "ceiling", "")
+    for op in dict.fromkeys(row.op for row in document.rows):
+        rows = [row for row in document.rows if row.op == op]
+        lines = [_line(row, program) for row in rows for program in _svg.ordered(row)]
+        table(columns, lines, f"{op} on {document.device}, {document.date}")
+        say()
     for ceiling in document.ceilings:
         rate = _svg.rate_text(ceiling.rate, ceiling.unit)
         say(f"ceiling of {ceiling.dtype}: {ceiling.name} {rate}")
+
+
+def _line(row: Any, program: Any) -> tuple[str, ...]:
+    from ejkernel.bench import _svg
+
+    median = "-" if program.median is None else f"{program.median:.4g} {row.unit}"
+    spread = "" if program.spread is None else f"± {program.spread / 2:.2g}"
+    rate = "" if program.rate is None else _svg.rate_text(program.rate, row.rate_unit)
+    share = "" if program.share is None else f"{100 * program.share:.0f} %"
+    about = program.failed or ("auto" if row.auto == program.name else "")
+    return row.workload, row.mode, program.name, median, spread, rate, share, about
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def add_command(commands: Any) -> None:
     add("--again", action="store_true", help="also calls that are tuned already")
     add("--workers", type=int, default=0, help="processes that compile Triton candidates first")
     add("--static", action="store_true", help="by the cycles of compiled schedules, for --target")
-    add("--out", metavar="FILE", help="a table instead of the cache; a folder with --static")
+    add("--out", metavar="PATH", help="a table instead of the cache; a folder for those that ship")
     _cli_aot.add_common(tune, required=False)
     tune.set_defaults(run=_tune, dtype=None)
 
@@ -63,7 +63,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     job = Job(request, arguments.timeout, _Shown())
     results = job.run()
     if out is not None:
-        tell(f"{out.write()} records in {arguments.out}; `ejkernel cache import` installs them")
+        tell(out.write())
     _show(arguments, results)
     good = ("tuned", "known already", "not tuned: fewer than two candidates")
     return 0 if all(r["state"] in good for r in results) else 1
@@ -156,15 +156,19 @@ def _documents(arguments: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 class _Table:
-    """A table, and the folder beside it that holds its records until the job is done."""
+    """A table, and the folder beside it that holds its records until the job is done.
+
+    A path that is a folder gets tables in the form that ships with the package.
+    """
 
     def __init__(self, path: str):
         self.path = pathlib.Path(path)
-        parent = self.path.parent
-        if self.path.is_dir() or not parent.is_dir() or not _folders.can_write(parent):
+        self.ships = self.path.is_dir()
+        parent = self.path if self.ships else self.path.parent
+        if not parent.is_dir() or not _folders.can_write(parent):
             raise UsageError(f"--out {path} is no file that can be written")
-        self.folder = self.path.with_name(f"{self.path.name}.partial")
-        self.earlier = self._read()
+        self.folder = parent / f"{'tables' if self.ships else self.path.name}.partial"
+        self.earlier = [] if self.ships else self._read()
 
     def _read(self) -> list[Any]:
         from ejkernel import cli
@@ -173,17 +177,23 @@ class _Table:
             return []
         return cli._checked_records(self.path.read_bytes(), str(self.path))
 
-    def write(self) -> int:
-        """Adds the folder's records to the table, and removes the folder."""
+    def write(self) -> str:
+        """Adds the folder's records to the table, and removes the folder; what was written."""
+        from ejkernel.aot import _table
         from ejkernel.ops import PersistentCache
         from ejkernel.ops.config.persistent import export_text
 
         identity = lambda record: (record.device, record.op, record.key)
         records = {identity(record): record for record in self.earlier}
         records |= {identity(r): r for r in PersistentCache(self.folder).records()}
-        _folders.write_whole(self.path, export_text(list(records.values())))
+        if self.ships:
+            files = _table.write_records(self.path, list(records.values()))
+            said = f"{len(records)} rows in {', '.join(map(str, files)) or 'no file'}"
+        else:
+            _folders.write_whole(self.path, export_text(list(records.values())))
+            said = f"{len(records)} records in {self.path}; `ejkernel cache import` installs them"
         shutil.rmtree(self.folder, ignore_errors=True)
-        return len(records)
+        return said
 
 
 def _show(arguments: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:

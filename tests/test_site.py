@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import pytest
 
+from ejkernel.bench import _charts
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import flash_attention
-from ejkernel.bench import _charts
 from tools import measured, pictures
 
 ROOT = pathlib.Path(__file__).parents[1]

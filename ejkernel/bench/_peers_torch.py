@@ -45,7 +45,10 @@ def program(
     mode: str,
     cotangent: Any,
 ) -> Callable[[], Tensors]:
-    """Outputs, and gradients by autograd where the mode has them, in the order of `grads`."""
+    """Outputs, and gradients by autograd where the mode has them, in the order of their names.
+
+    That is the order in which JAX flattens the gradients of our own program.
+    """
     import torch
 
     traced, static = _workloads.split(values)
@@ -57,7 +60,7 @@ def program(
                 return Tensors(forward({**static, **tensors}))
 
         return run
-    leaves = {name: tensors[name].detach().requires_grad_() for name in grads}
+    leaves = {name: tensors[name].detach().requires_grad_() for name in sorted(grads)}
     seed = tensor(cotangent)
 
     def both() -> Tensors:

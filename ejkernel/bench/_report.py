@@ -106,8 +106,8 @@ def _card(row: Row) -> str:
 def _table(row: Row) -> str:
     head = f'<tr><th>program</th><th class="n">{row.unit}</th><th class="n">spread</th>'
     head += '<th class="n">rate</th><th class="n">ceiling</th><th>about it</th></tr>'
-    ordered = [*_svg.shown(row), *(p for p in row.programs if p.median is None)]
-    return f"<table>{head}{''.join(_line(row, program) for program in ordered)}</table>"
+    lines = "".join(_line(row, program) for program in _svg.ordered(row))
+    return f"<table>{head}{lines}</table>"
 
 
 def _line(row: Row, program: Program) -> str:

@@ -33,6 +33,7 @@ class Program(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     config: dict[str, str] = {}  # of our kernel, by direction
     failed: str = ""
     note: str = ""
+    same_work: bool = True  # False: it does other work, so that it has no rate
 
 
 class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -174,7 +175,7 @@ def fill_rates(document: Document) -> None:
         work = row.flops if row.bound == "compute" else row.bytes
         ceiling = document.ceiling(row.bound, row.dtype)
         for program in row.programs:
-            if program.median and work:
+            if program.median and work and program.same_work:
                 program.rate = work / program.median / (1e9 if row.bound == "compute" else 1e6)
                 program.share = None if ceiling is None else program.rate / ceiling
 

@@ -188,7 +188,7 @@ class RowInTheMaking:
         compared = self.expected is not None or self.call.workload.quantity == MEMORY
         if self.mode not in peer.modes or not compared:
             return
-        record = Program(peer.name)
+        record = Program(peer.name, same_work=peer.same_work)
         self.programs.append(record)
         self._say(f"checking {peer.name}")
         try:
@@ -199,7 +199,7 @@ class RowInTheMaking:
                 record.failed = self._build(peer.name, peer.run, peer) or ""
             else:
                 record.failed = self._build_foreign(peer) or ""
-            record.note = "" if peer.agrees else "computes something else: its time alone counts"
+            record.note = "" if peer.agrees else "its numbers are not compared"
         except Exception as error:  # noqa: BLE001 - another library's failure is a result
             record.failed = _short(error)
 

@@ -14,12 +14,14 @@ from ejkernel.bench._public import Public
 from ejkernel.bench._results import Ceiling, Document, Row
 from ejkernel.bench._row import RowInTheMaking, Run
 from ejkernel.bench._workloads import BOTH, FWD, Workload
+from ejkernel.kernels import kernel_registry
 from ejkernel.ops import policy_override
 from ejkernel.ops.execution import benchmark
 
 # Calls are enqueued together for this long on a device, so that waiting for it does not show.
 _TOGETHER_MS = 25.0
 _LEAST_ROUNDS = 3
+_CEILING_ROUNDS = 3  # times as many as for a row: a ceiling is the best of its rounds
 # Rows of the square matrices, and float32 numbers of the copy, of the ceilings. A larger copy on a
 # CPU measures how fast the system hands out fresh memory.
 _MATMUL, _MATMUL_ELSEWHERE = {"cpu": 1024}, 8192
@@ -79,7 +81,7 @@ class _Run:
         self.rng = random.Random(self.options.seed)
 
     def all(self, workloads: Sequence[Workload]) -> Document:
-        modes = [[m for m in w.modes if m in self.options.modes] for w in workloads]
+        modes = [self._modes(workload) for workload in workloads]
         self.progress.start(sum(map(len, modes)))
         if self.options.public:
             self.public = Public(self.options.public)
@@ -95,6 +97,12 @@ class _Run:
             if self.public is not None:
                 self.public.close()
         return self.document
+
+    def _modes(self, workload: Workload) -> list[str]:
+        """The modes to measure; an op without gradients has no backward."""
+        gradients = bool(kernel_registry.spec(workload.op).differentiable)
+        asked = [mode for mode in workload.modes if mode in self.options.modes]
+        return [mode for mode in asked if mode == FWD or gradients]
 
     def _workload(self, workload: Workload, modes: Sequence[str]) -> None:
         if len(jax.devices()) < workload.devices:
@@ -121,7 +129,8 @@ class _Run:
         a, b = (x.astype(dtype) for x in (a, b))
         x = jnp.ones(_COPY.get(self.kind, _COPY_ELSEWHERE), jnp.float32)
         product, copy = jax.jit(jnp.dot), jax.jit(jnp.copy)
-        times = self.rounds({"matmul": lambda: product(a, b), "copy": lambda: copy(x)})
+        runs = {"matmul": lambda: product(a, b), "copy": lambda: copy(x)}
+        times = self.rounds(runs, _CEILING_ROUNDS)
         self._raise_ceiling("matmul", dtype, 2 * n**3 / min(times["matmul"]) / 1e9, "TFLOP/s")
         self._raise_ceiling("copy", dtype, 2 * x.nbytes / min(times["copy"]) / 1e6, "GB/s")
 

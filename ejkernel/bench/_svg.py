@@ -53,6 +53,11 @@ def shown(row: Row) -> list[Program]:
     return sorted(measured, key=lambda p: p.median or 0.0)
 
 
+def ordered(row: Row) -> list[Program]:
+    """All programs of a row: those with a number, then the others."""
+    return [*shown(row), *(p for p in row.programs if p.median is None)]
+
+
 def bars(row: Row, programs: Sequence[Program], x: int = 0, y: int = 0, width: int = WIDTH) -> str:
     """One bar a program, with its name and number above it and its spread as a thin line."""
     fastest = min((p.median for p in programs if p.median), default=1.0)

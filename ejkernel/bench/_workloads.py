@@ -49,7 +49,8 @@ class Peer:
     modes: tuple[str, ...] = MODES
     # arrays that it takes besides those of the call, made before anything is timed
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    agrees: bool = True  # False: it computes something else, and only its time is compared
+    agrees: bool = True  # False: its numbers may rightly be others, and only its time is compared
+    same_work: bool = True  # False: it does other work for the same purpose, so it has no rate
     tolerance: float | None = None  # relative to the largest value; None: what the dtype allows
 
 

@@ -6,13 +6,24 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from ejkernel import _folders, cli
-from ejkernel.bench import Bar, Peer, Workload, _bars, _peers, _programs, _results, _runner
+from ejkernel.bench import (
+    Bar,
+    Peer,
+    Workload,
+    _bars,
+    _peers,
+    _peers_torch,
+    _programs,
+    _results,
+    _runner,
+)
 from ejkernel.bench._public import Public
 from ejkernel.bench._results import OURS, Program, Row
 from ejkernel.kernels import kernel_registry
@@ -197,6 +208,39 @@ def test_the_timer_waits_for_results_of_other_frameworks():
 
     assert benchmark.measure(Result, num_warmup=1, num_iters=2).calls == 2
     assert len(waited) >= 3
+
+
+class Tensor:
+    """As much of a torch tensor as the peers touch."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def detach(self):
+        return self
+
+    def requires_grad_(self):
+        return self
+
+
+def test_gradients_of_torch_come_in_the_order_of_ours(monkeypatch):
+    torch = types.ModuleType("torch")
+    torch.autograd = types.SimpleNamespace(grad=lambda out, leaves, seed: leaves)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    values = _work_attention.qkv(jnp.float32, jax.random.key(0), 1, 8, 2, 2, 4, {"causal": True})
+    names = {id(x): name for name, x in values.items()}
+    monkeypatch.setattr(_peers_torch, "tensor", lambda x: Tensor(names.get(id(x), "seed")))
+    seen = []
+
+    def forward(given):
+        seen.append(given)
+        return Tensor("out")
+
+    run = _peers_torch.program(forward, values, ("query", "key", "value"), "fwd+bwd", values)
+    assert [t.name for t in run().tensors] == ["out", "key", "query", "value"]
+    assert seen[0]["causal"] is True
+    # as JAX orders ours
+    assert jax.tree.leaves({"query": 2, "value": 3, "key": 1}) == [1, 2, 3]
 
 
 PUBLIC = """

@@ -1,14 +1,17 @@
 """Tuning as a job: its calls, a worker that dies, and tables."""
 
+import dataclasses
 import json
 import os
 import signal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 
 from ejkernel import _device, _settings, cli
+from ejkernel.aot import _table
 from ejkernel.bench import _precompile, _tune_job, _tune_worker
 from ejkernel.kernels import _op_kernel, _oracle, kernel_registry
 from ejkernel.modules import FlashAttention, flash_attention
@@ -19,7 +22,10 @@ from ejkernel.ops import (
     registry,
     save_invocations,
 )
+from ejkernel.ops.config import table
+from ejkernel.ops.config.cache import Stored
 from ejkernel.ops.execution.executor import default_executor
+from ejkernel.ops.utils import fingerprint
 
 NAMES = ("query", "key", "value")
 SMALL = {
@@ -286,6 +292,29 @@ def test_a_table_is_made_shared_and_installed(tmp_path, folder, capsys):
     # a later run adds to the table
     assert cli.main([*argv, "--direction", "backward", "--out", str(out)]) == 0
     assert len(json.loads(out.read_text())["records"]) == 2
+
+
+def test_tables_that_ship_are_written_from_records(tmp_path, folder):
+    inv = _tune_worker.invocations(REQUEST)[0]
+    (entry,) = (e for e in kernel_registry.list("flash_attention") if e.platform == "xla")
+    cache = PersistentCache(folder)
+    for platform, block in (("xla", 64), ("auto", 128)):
+        config = dataclasses.replace(entry.heuristic(inv.call), block_q=block)
+        stored = Stored("xla/any", entry.version, config, {"a": 1.0}, rivals={"xla/any": 1})
+        call = inv.document | {"platform": platform}
+        where = {"op": "flash_attention", "device": "gpu|NVIDIA H200|9.0"}
+        cache.put(fingerprint.key(call), stored, call=call, **where)
+    records = list(cache.records())
+    (file,) = _table.write_records(tmp_path, records)
+    assert file == tmp_path / "nvidia_h200" / "flash_attention.json"
+    rows = json.loads(file.read_text())
+    assert [row["config"]["block_q"] for row in rows] == [128, 64]  # what "auto" chose first
+    assert [msgspec.convert(row, table.Row).rivals for row in rows] == [{"xla/any": 1}] * 2
+    assert all("device" not in row["call"] for row in rows)
+    devices = json.loads((tmp_path / "devices.json").read_text())
+    assert devices == [{"kind": "gpu", "model": "NVIDIA H200", "capability": "9.0"}]
+    _table.write_records(tmp_path, records)  # replaces, and does not add
+    assert json.loads(file.read_text()) == rows
 
 
 # Oracles on a GPU
