@@ -1,66 +1,87 @@
-"""Loads and stores of tiles: [rows, columns] of an array whose rows are `stride` apart."""
+"""Loads and stores of tiles, and of vectors and tiles of optional arrays."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class Rows(NamedTuple):
+    """The rows of one head in an array [b, tokens, heads, width]."""
+
+    base: Any
+    stride: Any  # elements between two rows
+    count: Any
+    WIDTH: tl.constexpr
+    PADDED: tl.constexpr  # columns of a tile: a power of two, at least WIDTH
+
+
+class Pairs(NamedTuple):
+    """An array [b, h, t, s] and its strides, which are 0 along axes that are broadcast."""
+
+    base: Any
+    batch: Any
+    head: Any
+    query: Any
+    key: Any
+
+
+class Place(NamedTuple):
+    """Batch and query head of a tile, in 64 bits."""
+
+    batch: Any
+    head: Any
+
+
 @triton.jit
-def tile_pointers(base, row, stride, ROWS: tl.constexpr, PADDED: tl.constexpr):
+def tile_pointers(rows, row, ROWS: tl.constexpr):
     # 64 bits for the row alone. Offsets inside a tile, added up first and kept over a loop, cost
     # forward 9 % on an H200 (d = 128): in this order the compiler advances pointers instead.
     o_r = tl.arange(0, ROWS)
-    return base + row.to(tl.int64) * stride + o_r[:, None] * stride + tl.arange(0, PADDED)[None, :]
+    first = rows.base + row.to(tl.int64) * rows.stride
+    return first + o_r[:, None] * rows.stride + tl.arange(0, rows.PADDED)[None, :]
 
 
 @triton.jit
-def load_tile(
-    base,
-    row,
-    stride,
-    num_rows,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PADDED: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
-    """Rows from `row` on; columns beyond COLUMNS, and CHECKED rows beyond `num_rows`, are 0."""
-    o_r = tl.arange(0, ROWS)
-    o_c = tl.arange(0, PADDED)
-    p = tile_pointers(base, row, stride, ROWS, PADDED)
+def load_tile(rows, row, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Rows from `row` on; columns beyond WIDTH, and CHECKED rows beyond `count`, are 0."""
+    o_c = tl.arange(0, rows.PADDED)
+    p = tile_pointers(rows, row, ROWS)  # [ROWS, PADDED]
     if CHECKED:
-        m_r = (row + o_r < num_rows)[:, None]
-        if PADDED == COLUMNS:
+        m_r = (row + tl.arange(0, ROWS) < rows.count)[:, None]
+        if rows.PADDED == rows.WIDTH:
             return tl.load(p, mask=m_r, other=0.0)
         else:
-            return tl.load(p, mask=m_r & (o_c < COLUMNS)[None, :], other=0.0)
+            return tl.load(p, mask=m_r & (o_c < rows.WIDTH)[None, :], other=0.0)
     else:
-        if PADDED == COLUMNS:
+        if rows.PADDED == rows.WIDTH:
             return tl.load(p)
         else:
-            return tl.load(p, mask=(o_c < COLUMNS)[None, :], other=0.0)
+            return tl.load(p, mask=(o_c < rows.WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def tile_mask(row, num_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """Which elements of a tile are inside the array."""
-    m = (row + tl.arange(0, ROWS) < num_rows)[:, None]
-    return m & (tl.arange(0, PADDED) < COLUMNS)[None, :]
+def store_tile(rows, row, tile, ROWS: tl.constexpr):
+    """Stores what is inside the array, in its dtype."""
+    inside = (row + tl.arange(0, ROWS) < rows.count)[:, None]
+    inside = inside & (tl.arange(0, rows.PADDED) < rows.WIDTH)[None, :]
+    tl.store(tile_pointers(rows, row, ROWS), tile.to(rows.base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_row(base, row, num_rows, ROWS: tl.constexpr, OTHER: tl.constexpr):
+def load_row(base, row, count, ROWS: tl.constexpr, OTHER: tl.constexpr):
     """A vector of neighbouring elements; OTHER beyond the end."""
     o_r = row + tl.arange(0, ROWS)
-    return tl.load(base + o_r, mask=o_r < num_rows, other=OTHER)
+    return tl.load(base + o_r, mask=o_r < count, other=OTHER)
 
 
 @triton.jit
-def load_pairs(base, o_q, o_k, stride_q, stride_k, num_q, num_k):
+def load_pairs(pairs, at, o_q, o_k, num_q, num_k):
     """A tile of an array over pairs; the two offsets are expanded against each other."""
     inside = (o_q < num_q) & (o_k < num_k)
-    return tl.load(
-        base + o_q.to(tl.int64) * stride_q + o_k.to(tl.int64) * stride_k, mask=inside, other=0
-    )
+    base = pairs.base + at.batch * pairs.batch + at.head * pairs.head
+    p = base + o_q.to(tl.int64) * pairs.query + o_k.to(tl.int64) * pairs.key
+    return tl.load(p, mask=inside, other=0)
 
 
 @triton.jit

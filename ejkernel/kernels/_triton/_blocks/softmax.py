@@ -1,5 +1,7 @@
 """Online softmax in base 2 (Dao, 2023): running maximum, sum and weighted values of a row."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -8,6 +10,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # The largest logsumexp for which half precision needs no EXACT `weights`: those are off by 1.8e-4 of
 # themselves, half of what float16 rounds away.
 LARGE = tl.constexpr(1024.0)
+
+
+class Sinks(NamedTuple):
+    """Extra logits [1 or h, count], in natural units."""
+
+    base: Any
+    step: Any  # of a head
+    count: Any
+    BLOCK: tl.constexpr
 
 
 @triton.jit
@@ -54,10 +65,11 @@ def update(m, l, x, UNITS: tl.constexpr):
 
 
 @triton.jit
-def add_sinks(m, l, sinks, num_sinks, BN: tl.constexpr):
+def add_sinks(m, l, sinks, i_h):
     """Counts extra logits in the sum, natural units; what remains of the values is alpha."""
-    o_n = tl.arange(0, BN)
-    x = tl.load(sinks + o_n, mask=o_n < num_sinks, other=float("-inf")).to(tl.float32)
+    o_n = tl.arange(0, sinks.BLOCK)
+    p = sinks.base + i_h * sinks.step + o_n
+    x = tl.load(p, mask=o_n < sinks.count, other=float("-inf")).to(tl.float32)
     m_new = tl.maximum(m, tl.max(x, 0))
     reference = shift(m_new)
     alpha = tl.math.exp2((m - reference) * LOG2_E)

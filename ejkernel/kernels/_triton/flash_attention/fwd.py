@@ -12,8 +12,7 @@ Logits below about their cap are capped by a polynomial; blocks of queries with 
 marked, and done by a second launch. Caps in exponentials would double what one unit has to do.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ import triton
 import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton._blocks import addresses, pairs, philox, softmax
-from ejkernel.kernels._triton._blocks import table as blocks
+from ejkernel.kernels._triton._blocks import addresses, block_ranges, logits, philox, softmax
+from ejkernel.kernels._triton._blocks import mask as masks
 from ejkernel.kernels._triton.flash_attention import call, config
 
 # what the weights of a row may sum up to, in units of its reference
@@ -34,16 +33,8 @@ _SERIES_CAP, _SERIES_SLOPES = 50.0, (5e-4, 1e3)
 
 @triton.jit
 def _step(
-    m, l, far, acc, b_q, j, fresh, masked, key, value, bias, mask, slope, seed, i_b, i_h, o_q,
-    q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, stride_k, stride_v, bias_t, bias_s, mask_t, mask_s,
-    left, right, num_q, num_k,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr,
-    SHIFT: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, SLOPES: tl.constexpr,
-    IDS: tl.constexpr, POSITIONS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CHECKED: tl.constexpr,
-    CUT: tl.constexpr, MASKS: tl.constexpr, STEADY: tl.constexpr, SERIES: tl.constexpr,
-    ZERO: tl.constexpr, WARY: tl.constexpr,
+    m, l, far, acc, b_q, j, fresh, masked, keys, values, block, attention, BK: tl.constexpr,
+    BITS: tl.constexpr, MODE,
 ):  # fmt: skip
     """Folds block j of the keys, which may be `masked`, into the state of the rows.
 
@@ -52,153 +43,170 @@ def _step(
     it, and keep it. SERIES: logits are small beside their cap; `far` is the largest square of a
     dot. ZERO: the reference is a logit of 0.
     """
+    STEADY: tl.constexpr = MODE.STEADY
+    SERIES: tl.constexpr = MODE.SERIES
+    WARY: tl.constexpr = MODE.WARY
+    SHIFT: tl.constexpr = 0.0 if SERIES else attention.scores.SHIFT
     row = j * BK
     o_k = row + tl.arange(0, BK)
-    b_k = addresses.load_tile(key, row, stride_k, num_k, BK, D, BD, CHECKED)
-    dots = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BQ, BK]
+    b_k = addresses.load_tile(keys, row, BK, MODE.CHECKED)
+    dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
     if WARY:
-        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
+        b_v = addresses.load_tile(values, row, BK, MODE.CHECKED)
         dots = tl.where(addresses.spoiled(b_v)[None, :], float("nan"), dots)
         b_v = addresses.finite(b_v)
-    b_kp = o_k
-    if POSITIONS:
-        b_kp = addresses.load_row(k_pos, row, num_k, BK, 0)
+    k_pos = masks.load_positions(attention.keys, block.at.batch, row, attention.num_k, 0, BK)
+    tile = masks.Tile(block.o_q[:, None], o_k[None, :], block.q_pos[:, None], k_pos[None, :])
     if SERIES:
         squares = dots * dots
         far = tl.maximum(far, tl.max(squares, 1))
-        x = pairs.cap_series(dots, squares, SCALE / CAP, CAP * softmax.LOG2_E)
+        x = logits.cap_series(
+            dots,
+            squares,
+            attention.scores.SCALE / attention.scores.CAP,
+            attention.scores.CAP * softmax.LOG2_E,
+        )
     else:
-        x, _ = pairs.logits(
-            dots, o_q[:, None], o_k[None, :], q_pos[:, None], b_kp[None, :], bias, bias_t, bias_s,
-            slope, num_q, num_k, SCALE, NATURAL, BIAS, SLOPES, CAP, SHIFT == 0.0, not POSITIONS,
-        )  # fmt: skip
-    x = pairs.hide(
-        x, float("-inf"), masked, row, mask, o_q[:, None], o_k[None, :], q_pos[:, None],
-        b_kp[None, :], q_id, q_id_2, k_ids, k_ids_2, mask_t, mask_s, left, right, num_q, num_k,
-        num_k, BK, IDS, LEFT, RIGHT, CUT, MASKS, not POSITIONS,
+        x, _ = logits.logits(
+            dots,
+            tile,
+            block.at,
+            block.slope,
+            attention.scores,
+            attention.num_q,
+            attention.num_k,
+            attention.keys.positions is None,
+        )
+    x = masks.hide(
+        x, float("-inf"), masked, tile, block.at, row, block.ids, block.more_ids, attention.keys,
+        attention.num_k, attention.mask, attention.num_q, attention.num_k, BK,
     )  # fmt: skip
-    if ZERO:
+    if MODE.ZERO:
         p = tl.math.exp2(x)  # [BQ, BK]
         l += tl.sum(p, 1)
     elif STEADY:
         if fresh:  # a row that sees nothing of it: a logit of 0
-            top = softmax.shift(tl.max(x, 1), -SHIFT * softmax.LOG2_E / UNITS)
+            top = softmax.shift(tl.max(x, 1), -SHIFT * softmax.LOG2_E / BITS)
             m = tl.where(l == 0.0, top, m)
-        p = tl.math.exp2(tl.fma(x, UNITS, -(m * UNITS)[:, None]))
+        p = tl.math.exp2(tl.fma(x, BITS, -(m * BITS)[:, None]))
         l += tl.sum(p, 1)
     else:
-        m, l, p, alpha = softmax.update(m, l, x, UNITS)
+        m, l, p, alpha = softmax.update(m, l, x, BITS)
         acc = acc * alpha[:, None]
-    if THRESHOLD is not None:
-        kept = philox.keep(seed, i_b, i_h, o_q, row, BQ, BK, THRESHOLD)
-        p = tl.where(kept, p * KEPT, 0.0)
+    if attention.dropout is not None:
+        BQ: tl.constexpr = acc.shape[0]
+        kept = philox.keep(attention.dropout, block.drop_b, block.drop_h, block.o_q, row, BQ, BK)
+        p = tl.where(kept, p * attention.dropout.FACTOR, 0.0)
     if not WARY:
-        b_v = addresses.load_tile(value, row, stride_v, num_k, BK, E, BE, CHECKED)
-    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)  # [BQ, BE]
+        b_v = addresses.load_tile(values, row, BK, MODE.CHECKED)
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=attention.PRECISION)  # [BQ, BE]
     return m, l, far, acc
 
 
-@triton.jit(do_not_specialize=call.LOOSE)
+class Block(NamedTuple):
+    """The queries that a program holds."""
+
+    at: Any
+    o_q: Any
+    q_pos: Any
+    ids: Any
+    more_ids: Any
+    slope: Any
+    drop_b: Any
+    drop_h: Any
+
+
+class Mode(NamedTuple):
+    STEADY: tl.constexpr
+    SERIES: tl.constexpr
+    ZERO: tl.constexpr
+    WARY: tl.constexpr
+    CHECKED: tl.constexpr
+
+
+@triton.jit(do_not_specialize=(*call.LOOSE, "sinks.count"))
 def flash_attention_fwd_kernel(
-    query, key, value, bias, mask, sinks, slopes, seed, dropout_offset, q_ids, k_ids, q_ids_2,
-    k_ids_2, q_positions, k_positions, table, num_q, num_k, offset, left, right, bias_b, bias_h,
-    bias_t, bias_s, mask_b, mask_h, mask_t, mask_s, ids_q, ids_k, ids_q_2, ids_k_2, pos_q, pos_k,
-    table_b, sinks_h, num_sinks, span, flags, old_out, old_lse, out, lse, flags_out,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE: tl.constexpr, NATURAL: tl.constexpr, UNITS: tl.constexpr, SHIFT: tl.constexpr,
-    CAP: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    THRESHOLD: tl.constexpr, KEPT: tl.constexpr, CHECKED: tl.constexpr, CUT: tl.constexpr,
-    MASKS: tl.constexpr, LONE: tl.constexpr, BACKWARDS: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, attention, sinks, schedule, flags, old_out, old_lse, out, lse, flags_out,
+    BQ: tl.constexpr, BK: tl.constexpr, CHECKED: tl.constexpr, LONE: tl.constexpr,
+    BACKWARDS: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(num_q, BQ)
+    num_blocks = tl.cdiv(attention.num_q, BQ)
     i_p = tl.program_id(0)
     if flags is not None:
         if tl.load(flags + i_p) == 0:
             return
-    i_q, line = blocks.order(i_p, num_blocks, span)
+    i_q, batch_head = block_ranges.order(i_p, num_blocks, schedule.interleaved)
     if BACKWARDS:  # causal: the longest rows start first
         i_q = num_blocks - 1 - i_q
-    i_h = line % HEADS
-    i_b = line // HEADS
-    i_g = i_h // GROUP
-    GROUPS: tl.constexpr = HEADS // GROUP
+    i_h = batch_head % attention.HEADS
+    i_b = batch_head // attention.HEADS
+    i_g = i_h // attention.GROUP
+    GROUPS: tl.constexpr = attention.HEADS // attention.GROUP
     row = i_q * BQ
     o_q = row + tl.arange(0, BQ)
     wide_b = i_b.to(tl.int64)
-    BIAS: tl.constexpr = bias is not None
-    SLOPES: tl.constexpr = slopes is not None
-    POSITIONS: tl.constexpr = q_positions is not None
     # exponents of float16 are too few, and with these one logit says little of the others
     STEADY: tl.constexpr = (
-        (query.dtype.element_ty != tl.float16) and not BIAS and not SLOPES and (mask is None)
+        (query.dtype.element_ty != tl.float16)
+        and (attention.scores.bias is None)
+        and (attention.scores.slopes is None)
+        and (attention.mask.dense is None)
     )
     SERIES: tl.constexpr = flags_out is not None
 
-    query += (wide_b * num_q * HEADS + i_h) * D
-    key += (wide_b * num_k * GROUPS + i_g) * D
-    value += (wide_b * num_k * GROUPS + i_g) * E
-    STRIDE_K: tl.constexpr = GROUPS * D
-    STRIDE_V: tl.constexpr = GROUPS * E
-    b_q = addresses.load_tile(query, row, HEADS * D, num_q, BQ, D, BD, True)
-
-    q_pos = o_q + offset
-    k_pos = k_positions
-    if POSITIONS:
-        q_pos = addresses.load_row(q_positions + wide_b * pos_q, row, num_q, BQ, 0)
-        k_pos = k_positions + wide_b * pos_k
-    q_id = o_q
-    q_id_2 = o_q
-    looks = o_q < num_q  # rows that are no padding
-    if IDS >= 1:
-        q_id = addresses.load_row(q_ids + wide_b * ids_q, row, num_q, BQ, -1)
-        k_ids += wide_b * ids_k
-        looks &= q_id >= 0
-    if IDS >= 2:
-        q_id_2 = addresses.load_row(q_ids_2 + wide_b * ids_q_2, row, num_q, BQ, -1)
-        k_ids_2 += wide_b * ids_k_2
-        looks &= q_id_2 >= 0
-    slope = 0.0
-    if SLOPES:
-        slope = tl.load(slopes + i_h).to(tl.float32)
-    if BIAS:
-        bias += wide_b * bias_b + i_h.to(tl.int64) * bias_h
-    if mask is not None:
-        mask += wide_b * mask_b + i_h.to(tl.int64) * mask_h
-    drop_b = i_b
-    drop_h = i_h
-    if dropout_offset is not None:
-        drop_b += tl.load(dropout_offset).to(tl.int32)
-        drop_h += tl.load(dropout_offset + 1).to(tl.int32)
-
-    if table is not None:
-        table += wide_b * table_b
-    first, full, ragged, last = blocks.row(
-        table, i_q, num_q, num_k, offset, left, right, BQ, BK, LEFT, RIGHT
+    query += (wide_b * attention.num_q * attention.HEADS + i_h) * attention.D
+    key += (wide_b * attention.num_k * GROUPS + i_g) * attention.D
+    value += (wide_b * attention.num_k * GROUPS + i_g) * attention.E
+    b_q = addresses.load_tile(
+        addresses.Rows(
+            query, attention.HEADS * attention.D, attention.num_q, attention.D, attention.BD
+        ),
+        row,
+        BQ,
+        True,
     )
+
+    tokens = attention.queries
+    window = attention.mask.window
+    q_pos = masks.load_positions(tokens, wide_b, row, attention.num_q, window.offset, BQ)
+    q_id = masks.load_ids(tokens.ids, tokens.ids_step, wide_b, row, attention.num_q, BQ)
+    q_id_2 = masks.load_ids(tokens.more_ids, tokens.more_ids_step, wide_b, row, attention.num_q, BQ)
+    looks = (o_q < attention.num_q) & (q_id >= 0) & (q_id_2 >= 0)  # rows that are no padding
+    slope = 0.0
+    if attention.scores.slopes is not None:
+        slope = tl.load(attention.scores.slopes + i_h).to(tl.float32)
+    drop_b, drop_h = philox.indices(attention.dropout, i_b, i_h)
+    at = addresses.Place(wide_b, i_h.to(tl.int64))
+    block = Block(at, o_q, q_pos, q_id, q_id_2, slope, drop_b, drop_h)
+
+    first, full, ragged, last = block_ranges.bounds(
+        schedule, wide_b, i_q, attention.num_q, attention.num_k, window.offset, window.left, window.right,
+        BQ, BK,
+    )  # fmt: skip
 
     # LONE: a row's only key has to be its reference, to weigh 1 to the bit. The row may see nothing
     # of earlier blocks, but all of any without a mask: whoever has a sum has a reference.
     ZERO: tl.constexpr = SERIES and not LONE
+    UNITS: tl.constexpr = attention.scores.UNITS
+    SHIFT: tl.constexpr = attention.scores.SHIFT
     BITS: tl.constexpr = 1.0 if SERIES else UNITS
     m = tl.full([BQ], 0.0 if ZERO else float("-inf"), tl.float32)
     l = tl.zeros([BQ], tl.float32)
     far = tl.zeros([BQ], tl.float32)
-    acc = tl.zeros([BQ, BE], tl.float32)
+    acc = tl.zeros([BQ, attention.BE], tl.float32)
     for j in range(first, last):
         masked = (j < full) | (j >= ragged)
         fresh = j == first
         if LONE:
             fresh = masked | (j == full)
         m, l, far, acc = _step(
-            m, l, far, acc, b_q, j, fresh, masked, key, value, bias, mask, slope, seed,
-            drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K, STRIDE_V,
-            bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD, BE, BQ, BK, SCALE,
-            NATURAL, BITS, 0.0 if SERIES else SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS, LEFT, RIGHT,
-            THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, STEADY, SERIES, ZERO, False,
+            m, l, far, acc, b_q, j, fresh, masked,
+            addresses.Rows(key, GROUPS * attention.D, attention.num_k, attention.D, attention.BD),
+            addresses.Rows(value, GROUPS * attention.E, attention.num_k, attention.E, attention.BE),
+            block, attention, BK, BITS, Mode(STEADY, SERIES, ZERO, False, CHECKED),
         )  # fmt: skip
     if SERIES:  # marks what is for the second launch
-        END: tl.constexpr = pairs.SERIES_END * CAP / SCALE
+        END: tl.constexpr = logits.SERIES_END * attention.scores.CAP / attention.scores.SCALE
         too_far = tl.max(far, 0) > END * END
         tl.store(flags_out + i_p, too_far.to(tl.int32))
 
@@ -211,7 +219,7 @@ def flash_attention_fwd_kernel(
     m = m * (BITS * softmax.LN_2)
     if SERIES:
         m -= SHIFT
-    if STEADY or MASKS or (mask is not None):
+    if STEADY or attention.mask.BLOCKS or (attention.mask.dense is not None):
         bad = (addresses.odd_rows(acc) == 0.0) == 0
         if STEADY:
             bad |= looks & (((l >= _LEAST) & (l <= _MOST)) == 0)
@@ -222,33 +230,36 @@ def flash_attention_fwd_kernel(
             m = tl.full([BQ], float("-inf"), tl.float32)
             l = tl.zeros([BQ], tl.float32)
             factor = tl.full([BQ], 1.0, tl.float32)
-            acc = tl.zeros([BQ, BE], tl.float32)
+            acc = tl.zeros([BQ, attention.BE], tl.float32)
             PART: tl.constexpr = min(BK, 32)  # small, to need no more registers than the loop
             for j in tl.range(first * (BK // PART), last * (BK // PART), num_stages=1):
                 m, l, far, acc = _step(
-                    m, l, far, acc, b_q, j, False, True, key, value, bias, mask, slope, seed,
-                    drop_b, drop_h, o_q, q_id, q_id_2, q_pos, k_ids, k_ids_2, k_pos, STRIDE_K,
-                    STRIDE_V, bias_t, bias_s, mask_t, mask_s, left, right, num_q, num_k, D, E, BD,
-                    BE, BQ, PART, SCALE, NATURAL, UNITS, SHIFT, CAP, BIAS, SLOPES, IDS, POSITIONS,
-                    LEFT, RIGHT, THRESHOLD, KEPT, PRECISION, CHECKED, CUT, MASKS, False, False,
-                    False, True,
+                    m, l, far, acc, b_q, j, False, True,
+                    addresses.Rows(key, GROUPS * attention.D, attention.num_k, attention.D, attention.BD),
+                    addresses.Rows(value, GROUPS * attention.E, attention.num_k, attention.E, attention.BE),
+                    block, attention, PART, UNITS, Mode(False, False, False, True, CHECKED),
                 )  # fmt: skip
             m = m * (UNITS * softmax.LN_2)
 
     m = tl.where(l == 0.0, float("-inf"), m + SHIFT)
     l *= factor
     if sinks is not None:
-        m, l, alpha = softmax.add_sinks(m, l, sinks + i_h * sinks_h, num_sinks, BN)
+        m, l, alpha = softmax.add_sinks(m, l, sinks, i_h)
         factor *= alpha
-    if IDS >= 1:  # padding sees only sinks
+    if tokens.ids is not None:  # padding sees only sinks
         acc = tl.where(looks[:, None], acc, 0.0)
     acc *= (factor / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
-    p_out = addresses.tile_pointers(
-        out + (wide_b * num_q * HEADS + i_h) * E, row, HEADS * E, BQ, BE
+    out += (wide_b * attention.num_q * attention.HEADS + i_h) * attention.E
+    addresses.store_tile(
+        addresses.Rows(
+            out, attention.HEADS * attention.E, attention.num_q, attention.E, attention.BE
+        ),
+        row,
+        acc,
+        BQ,
     )
-    tl.store(p_out, acc.to(out.dtype.element_ty), mask=addresses.tile_mask(row, num_q, BQ, E, BE))
-    p_lse = lse + (wide_b * HEADS + i_h) * num_q + o_q
-    tl.store(p_lse, softmax.logsumexp(m, l), mask=o_q < num_q)
+    p_lse = lse + (wide_b * attention.HEADS + i_h) * attention.num_q + o_q
+    tl.store(p_lse, softmax.logsumexp(m, l), mask=o_q < attention.num_q)
 
 
 def _by_series(args: Any, cap: float) -> bool:
@@ -271,34 +282,41 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     """Outputs (out, and lse when asked for) and residuals (lse)."""
     batch, t, num_heads, _ = args.query.shape
     made = call.Call(args, cfg)
-    table = made.key_table()
-    constants = made.constants()
+    inputs = made.arrays() | {
+        "attention": made.bundle(),
+        "sinks": made.sinks(),
+        "schedule": made.schedule(made.key_table(), num_heads),
+    }
     programs = cdiv(t, cfg.block_q) * num_heads * batch
-    out_shape = [
-        jax.ShapeDtypeStruct((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype),
-        jax.ShapeDtypeStruct((batch, num_heads, t), jnp.float32),
-    ]
+    outputs = {
+        "out": jax.ShapeDtypeStruct(
+            (*args.query.shape[:3], args.value.shape[-1]), args.query.dtype
+        ),
+        "lse": jax.ShapeDtypeStruct((batch, num_heads, t), jnp.float32),
+    }
 
-    def launch(flagged: Sequence[Any], flags: Any) -> list[Any]:
-        inputs = [*made.operands(table, num_heads), *flagged]
+    def launch(old: dict[str, Any], flags: Any) -> dict[str, Any]:
+        again = old["flags"] is not None
         return triton_call(
             flash_attention_fwd_kernel,
-            *inputs,
+            inputs=inputs | old,
+            outputs=outputs | {"flags_out": flags},
             grid=(programs,),
-            out_shape=[*out_shape, flags],
-            aliases=None if flagged[0] is None else {len(inputs) - 2: 0, len(inputs) - 1: 1},
+            aliases={"out": "old_out", "lse": "old_lse"} if again else None,
             **cfg.launch(),
-            BN=made.sink_block,
+            BQ=cfg.block_q,
+            BK=cfg.block_k,
             CHECKED=made.cut_keys,
-            LONE=_lone_keys(args, constants["IDS"]),
+            LONE=_lone_keys(args, len(made.tokens.ids)),
             BACKWARDS=args.sliding_window[1] is not None,
-            **constants,
         )
 
-    flags = None
-    if constants["SHIFT"] and _by_series(args, constants["SHIFT"]):
+    flags, shift = None, inputs["attention"].scores.SHIFT
+    if shift and _by_series(args, shift):
         flags = jax.ShapeDtypeStruct((programs,), jnp.int32)
-    out, lse, found = launch([None, None, None], flags)
+    found = launch(dict.fromkeys(("flags", "old_out", "old_lse")), flags)
     if flags is not None:
-        out, lse, _ = launch([found, out, lse], None)
+        old = {"flags": found["flags_out"], "old_out": found["out"], "old_lse": found["lse"]}
+        found = launch(old, None)
+    out, lse = found["out"], found["lse"]
     return ((out, lse) if args.return_lse else (out,)), (lse,)

@@ -1,14 +1,25 @@
-"""What happens to one tile of query-key pairs: bias, slopes, caps and masks.
+"""Scores of one tile of query-key pairs: scale, cap, bias and slopes."""
 
-Tiles are [BQ, BK], or [BK, BQ] in backward over keys: offsets and positions are already expanded,
-with the axis of the other side of size one.
-"""
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton._blocks import addresses
 from ejkernel.kernels._triton._blocks import mask as masks
+
+
+class Scores(NamedTuple):
+    """How a score is made of a dot product; see `logits`."""
+
+    bias: Any  # `addresses.Pairs`, or None
+    slopes: Any  # [h]
+    SCALE: tl.constexpr
+    CAP: tl.constexpr
+    NATURAL: tl.constexpr
+    UNITS: tl.constexpr
+    SHIFT: tl.constexpr
+
 
 # A hidden logit that is its own capped value, in backward: its weight is 0, and the cap's derivative
 # still finite
@@ -70,77 +81,25 @@ def cap_slope(x, CAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def logits(
-    dots,
-    o_q,
-    o_k,
-    q_pos,
-    k_pos,
-    bias,
-    bias_t,
-    bias_s,
-    slope,
-    num_q,
-    num_k,
-    SCALE: tl.constexpr,
-    NATURAL: tl.constexpr,
-    BIAS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    CAP: tl.constexpr,
-    EXACT: tl.constexpr,
-    ROOMY: tl.constexpr,
-):
+def logits(dots, tile, at, slope, scores, num_q, num_k, ROOMY: tl.constexpr):
     """Scores, and what they are after the cap and before bias and slopes.
 
     They are in natural units; if not NATURAL, they are the bare dots, left to the softmax to scale.
-    Under a cap and not EXACT, which needs calls without bias and slopes, they are less by the cap
+    Under a cap and a SHIFT, which needs calls without bias and slopes, they are less by the cap
     and in units of twice the cap. ROOMY: see `mask`.
     """
     x = dots
-    if CAP is not None:
-        if EXACT:
-            x = CAP * tanh(tl.div_rn(x * SCALE, CAP))
+    if scores.CAP is not None:
+        if scores.SHIFT == 0.0:
+            x = scores.CAP * tanh(tl.div_rn(x * scores.SCALE, scores.CAP))
         else:
-            x = below_cap(x, SCALE, CAP)
-    elif NATURAL:
-        x = x * SCALE
+            x = below_cap(x, scores.SCALE, scores.CAP)
+    elif scores.NATURAL:
+        x = x * scores.SCALE
     capped = x
-    if BIAS:
-        x += addresses.load_pairs(bias, o_q, o_k, bias_t, bias_s, num_q, num_k).to(tl.float32)
-    if SLOPES:
-        x += slope * masks.distance(q_pos, k_pos, ROOMY)
+    if scores.bias is not None:
+        added = addresses.load_pairs(scores.bias, at, tile.o_q, tile.o_k, num_q, num_k)
+        x += added.to(tl.float32)
+    if scores.slopes is not None:
+        x += slope * masks.distance(tile.q_pos, tile.k_pos, ROOMY)
     return x, capped
-
-
-@triton.jit
-def hide(
-    x, other, masked, row, mask, o_q, o_k, q_pos, k_pos, held, held_2, ids, ids_2, mask_t, mask_s,
-    left, right, num_q, num_k, num_s,
-    SIZE: tl.constexpr, IDS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    CUT: tl.constexpr, MASKS: tl.constexpr, ROOMY: tl.constexpr,
-):  # fmt: skip
-    """A tile [held, streamed] with something else in place of hidden pairs.
-
-    Seen are pairs of the same segments, near each other, inside the lengths where blocks are CUT,
-    and in the dense mask; all but the last matter only in blocks that are `masked`, if any is
-    (MASKS). Ids of the held side are vectors; those of the streamed side, which has `num_s` tokens,
-    are loaded: SIZE of them, from `row` on. ROOMY: see `mask.near`.
-    """
-    if MASKS:
-        if masked:
-            seen = tl.full((1, 1), 1, tl.int1)
-            if CUT:
-                seen &= (o_q < num_q) & (o_k < num_k)
-            if IDS >= 1:
-                b_i = addresses.load_row(ids, row, num_s, SIZE, -1)
-                seen &= masks.same(held[:, None], b_i[None, :])
-            if IDS >= 2:
-                b_i_2 = addresses.load_row(ids_2, row, num_s, SIZE, -1)
-                seen &= masks.same(held_2[:, None], b_i_2[None, :])
-            if LEFT or RIGHT:
-                seen &= masks.near(q_pos, k_pos, left, right, LEFT, RIGHT, ROOMY)
-            x = tl.where(seen, x, other)
-    if mask is not None:
-        given = addresses.load_pairs(mask, o_q, o_k, mask_t, mask_s, num_q, num_k)
-        x = tl.where(given != 0, x, other)
-    return x
