@@ -19,29 +19,36 @@ from ejkernel.callib import _triton_check
 from ejkernel.callib._triton_arguments import Exact
 from ejkernel.callib._triton_compile import LOCK, pointer_type
 
+_unfinished: dict[Any, Any] = {}  # twins whose globals are being filled
+
 
 @functools.lru_cache(maxsize=1024)
 def _twin(kernel: Any) -> Any:
     """An interpreted copy of a `@triton.jit` function and, through its globals, of its helpers."""
     from triton.runtime.interpreter import InterpretedFunction
 
+    if kernel in _unfinished:  # a member that it reads may have its own name
+        return _unfinished[kernel]
     original = kernel.fn
-    names = _names(original.__code__)
-    scope = {
-        name: _replaced(value, names) if name in names else value
-        for name, value in original.__globals__.items()
-    }
-    cells = original.__closure__ or ()
-    # Triton compiles the text of the function anew, where all names are global
-    for name, cell in zip(original.__code__.co_freevars, cells, strict=True):
-        scope[name] = _replaced(cell.cell_contents, names)
+    scope: dict[str, Any] = {}
     copy = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
     )
     copy.__kwdefaults__ = original.__kwdefaults__
     copy.__annotations__ = original.__annotations__
     copy.__module__ = original.__module__
-    return InterpretedFunction(copy)
+    _unfinished[kernel] = twin = InterpretedFunction(copy)
+    try:
+        names = _names(original.__code__)
+        for name, value in original.__globals__.items():
+            scope[name] = _replaced(value, names) if name in names else value
+        cells = original.__closure__ or ()
+        # Triton compiles the text of the function anew, where all names are global
+        for name, cell in zip(original.__code__.co_freevars, cells, strict=True):
+            scope[name] = _replaced(cell.cell_contents, names)
+    finally:
+        del _unfinished[kernel]
+    return twin
 
 
 def _names(code: types.CodeType) -> set[str]:

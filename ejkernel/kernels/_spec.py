@@ -178,7 +178,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
-    """An operation; `reference` and `formula` are "module:function", imported when asked for."""
+    """An operation; functions given as "module:function" are imported when they are asked for."""
 
     name: str
     args: type[OpArgs]
@@ -190,6 +190,9 @@ class OpSpec:
     # arguments that stand for others, such as `mask_info`, taken apart before types are checked
     unpack: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values
     formula: str | Callable[[Any], tuple[jax.Array, ...]] | None = None
+    # of arguments, outputs and cotangents: gradients with absolute values in place of signed ones,
+    # which say how large rounding errors may be where a gradient cancels
+    magnitudes: str | Callable[[Any, Any, Any], dict[str, jax.Array]] | None = None
     residuals: tuple[str, ...] = ()
     cases: Callable[[], Sequence[Case]] = lambda: ()
     # arrays that are no plain random numbers, such as lengths and ids, for shapes given as avals
@@ -219,6 +222,9 @@ class OpSpec:
 
     def formula_fn(self) -> Callable[[Any], tuple[jax.Array, ...]]:
         return _load(self.formula or self.reference)
+
+    def magnitudes_fn(self) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
+        return (lambda *_: {}) if self.magnitudes is None else _load(self.magnitudes)
 
     def check_values(self, values: dict[str, Any], debug: bool) -> None:
         """Refuses bad values: known ones now; with `debug`, traced ones when the program runs."""

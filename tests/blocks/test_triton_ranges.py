@@ -245,7 +245,7 @@ def make_positions(rng, kind, batch, length):
     if kind == "shifted":
         return (np.arange(length) + rng.integers(-9, 9, (batch, 1))).astype(np.int32)
     if kind == "extreme":
-        ends = np.asarray([-LIMIT, -LIMIT + 1, 0, LIMIT - 2, LIMIT - 1])
+        ends = np.asarray([1 - 2**29, 2 - 2**29, 0, 2**29 - 2, 2**29 - 1])
         return rng.choice(ends, (batch, length)).astype(np.int32)
     return rng.integers(-8, 20, (batch, length)).astype(np.int32)
 

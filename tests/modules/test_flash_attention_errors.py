@@ -282,6 +282,11 @@ BAD = {
         ValueError,
         ["q_positions", "(1, 3)"],
     ),
+    "mask_info_far_positions": (
+        {"mask_info": MaskInfo(kv_positions=jnp.full((B, S), -(2**29), jnp.int32))},
+        ValueError,
+        ["mask_info.kv_positions", "between -2^29 and 2^29", "got -536870912", "subtract"],
+    ),
     "mask_info_lengths": (
         operands(b=1) | {"mask_info": MaskInfo.from_lengths(ints(1, 2, 1), ints(1, 2, 2))},
         ValueError,

@@ -1,4 +1,4 @@
-"""Loads and stores of tiles, and of vectors and tiles of optional arrays."""
+"""Loads and stores of tiles and vectors."""
 
 from typing import Any, NamedTuple
 
@@ -43,21 +43,24 @@ def tile_pointers(rows, row, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(rows, row, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """Rows from `row` on; columns beyond WIDTH, and CHECKED rows beyond `count`, are 0."""
-    o_c = tl.arange(0, rows.PADDED)
-    p = tile_pointers(rows, row, ROWS)  # [ROWS, PADDED]
+def load_tile(rows, row, valid, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Rows from `row` on, [ROWS, PADDED].
+
+    Zeros stand in columns beyond WIDTH, in CHECKED rows beyond `count`, and in rows that are not
+    `valid`; None: all rows are.
+    """
+    p = tile_pointers(rows, row, ROWS)
+    inside = tl.full([1, 1], 1, tl.int1)
     if CHECKED:
-        m_r = (row + tl.arange(0, ROWS) < rows.count)[:, None]
-        if rows.PADDED == rows.WIDTH:
-            return tl.load(p, mask=m_r, other=0.0)
-        else:
-            return tl.load(p, mask=m_r & (o_c < rows.WIDTH)[None, :], other=0.0)
+        inside = inside & (row + tl.arange(0, ROWS) < rows.count)[:, None]
+    if valid is not None:
+        inside = inside & valid[:, None]
+    if rows.PADDED != rows.WIDTH:
+        inside = inside & (tl.arange(0, rows.PADDED) < rows.WIDTH)[None, :]
+    if CHECKED or (valid is not None) or (rows.PADDED != rows.WIDTH):
+        return tl.load(p, mask=inside, other=0.0)
     else:
-        if rows.PADDED == rows.WIDTH:
-            return tl.load(p)
-        else:
-            return tl.load(p, mask=(o_c < rows.WIDTH)[None, :], other=0.0)
+        return tl.load(p)
 
 
 @triton.jit
@@ -85,24 +88,6 @@ def load_pairs(pairs, at, o_q, o_k, num_q, num_k):
 
 
 @triton.jit
-def finite(x):
-    """Zeros for what is not finite: a masked pair multiplies it by zero, and 0 * nan is nan."""
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
-
-
-@triton.jit
-def spoiled(x):
-    """Which rows of a tile hold something that is not finite."""
-    return tl.max(tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
-
-
-@triton.jit
-def odd_rows(x):
-    """0 for each row of a tile, or nan where it holds inf or nan: one instruction an element."""
-    return tl.sum(x * 0.0, 1)
-
-
-@triton.jit
-def any_odd(x):
-    """Whether a tile holds inf or nan: what came of a product with something nobody should see?"""
-    return (tl.sum(x * 0.0) == 0.0) == 0  # over both axes at once: one exchange of warps
+def finite_rows(x):
+    """Which rows of a tile hold neither inf nor nan: one instruction an element."""
+    return tl.sum(x * 0.0, 1) == 0.0

@@ -29,6 +29,15 @@ class Schedule(NamedTuple):
     interleaved: Any  # how many (batch, head) pairs take turns; divides their number
 
 
+class Bounds(NamedTuple):
+    """Blocks from `first` to `last`, of which those from `full` to `ragged` need no mask."""
+
+    first: Any
+    full: Any
+    ragged: Any
+    last: Any
+
+
 @triton.jit
 def order(i_p, num_blocks, interleaved):
     """Block and (batch, head) pair of a program."""
@@ -132,13 +141,12 @@ def block_table_kernel(held, streamed, window, out, ROWS: tl.constexpr):
         if held.tokens.more_ids is not None:
             seen &= (h_low_more <= high_more) & (low_more <= h_high_more)
             full &= (h_low_more == h_high_more) & (low_more == high_more) & (h_low_more == low_more)
-        # limits are added on the side where they cannot leave 32 bits
         if window.left is not None:
-            seen &= p_last >= tl.maximum(h_first, _LOW + window.left) - window.left
-            full &= p_first >= tl.maximum(h_last, _LOW + window.left) - window.left
+            seen &= p_last >= h_first - window.left
+            full &= p_first >= h_last - window.left
         if window.right is not None:
-            seen &= p_first <= tl.minimum(h_last, _HIGH - window.right) + window.right
-            full &= p_last <= tl.minimum(h_first, _HIGH - window.right) + window.right
+            seen &= p_first <= h_last + window.right
+            full &= p_last <= h_first + window.right
         full &= seen
         first = tl.minimum(first, tl.min(tl.where(seen, j, num_streamed), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, j + 1, 0), 0))
@@ -192,7 +200,7 @@ def _block_table(of: Any, window: Any, sizes: tuple[int, int], order: slice) -> 
     rows = next_power_of_2(cdiv(streamed.count, streamed.SIZE))
     return triton_call(
         block_table_kernel,
-        inputs={"held": held, "streamed": streamed, "window": mask.Window(*window, None)},
+        inputs={"held": held, "streamed": streamed, "window": mask.window(window, None)},
         outputs={"out": jax.ShapeDtypeStruct((lead, blocks, 4), jnp.int32)},
         grid=(lead * blocks,),
         num_warps=4,

@@ -3,6 +3,7 @@
 Tiles are [held, streamed]: a program holds a block of one side and streams blocks of the other.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -28,6 +29,12 @@ class Window(NamedTuple):
     left: Any
     right: Any
     offset: Any  # position of the first query, where positions follow from the index
+
+
+def window(limits: Sequence[int | None], offset: int | None) -> Window:
+    """Limits that, added to a position, fit into 32 bits: positions are between -2^29 and 2^29."""
+    left, right = (None if x is None else min(x, 2**30) for x in limits)
+    return Window(left, right, offset)
 
 
 class Mask(NamedTuple):
@@ -68,33 +75,36 @@ def load_positions(tokens, i_b, row, count, offset, SIZE: tl.constexpr):
 
 
 @triton.jit
-def inside_window(q_pos, k_pos, window, ROOMY: tl.constexpr):
-    """Pairs inside a window; positions are expanded against each other.
-
-    ROOMY: a limit added to a position fits into 32 bits. Elsewhere it stops at their ends.
-    """
-    seen = tl.full((1, 1), 1, tl.int1)
-    if window.right is not None:
-        if ROOMY:
-            seen = k_pos <= q_pos + window.right
-        else:
-            seen = k_pos <= tl.minimum(q_pos, 2147483647 - window.right) + window.right
-    if window.left is not None:
-        if ROOMY:
-            seen = seen & (k_pos >= q_pos - window.left)
-        else:
-            seen = seen & (k_pos >= tl.maximum(q_pos, -2147483648 + window.left) - window.left)
-    return seen
+def real_tokens(tokens, i_b, row, count, SIZE: tl.constexpr):
+    """Which tokens of a block, which have ids, are no padding: negative ids are."""
+    real = load_ids(tokens.ids, tokens.ids_step, i_b, row, count, SIZE) >= 0
+    if tokens.more_ids is not None:
+        real &= load_ids(tokens.more_ids, tokens.more_ids_step, i_b, row, count, SIZE) >= 0
+    return real
 
 
 @triton.jit
-def distance(q_pos, k_pos, ROOMY: tl.constexpr):
-    """Key position less query position, float32. ROOMY: as for `inside_window`."""
-    if ROOMY:
-        return (k_pos - q_pos).to(tl.float32)
-    else:  # of unlike signs it may not fit into 32 bits, and then nothing cancels
-        far = k_pos.to(tl.float32) - q_pos.to(tl.float32)
-        return tl.where((k_pos ^ q_pos) < 0, far, (k_pos - q_pos).to(tl.float32))
+def load_real_tiles(rows, more, tokens, i_b, row, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Two tiles with zeros in place of padding, which may hold nan: 0 times nan is nan."""
+    if tokens.ids is not None:
+        real = real_tokens(tokens, i_b, row, rows.count, ROWS)
+        tile = addresses.load_tile(rows, row, real, ROWS, False)
+        return tile, addresses.load_tile(more, row, real, ROWS, False)
+    else:
+        tile = addresses.load_tile(rows, row, None, ROWS, CHECKED)
+        return tile, addresses.load_tile(more, row, None, ROWS, CHECKED)
+
+
+@triton.jit
+def inside_window(q_pos, k_pos, window):
+    """Pairs inside a window with a limit; positions are expanded against each other."""
+    if window.right is not None:
+        seen = k_pos <= q_pos + window.right
+        if window.left is not None:
+            seen = seen & (k_pos >= q_pos - window.left)
+        return seen
+    else:
+        return k_pos >= q_pos - window.left
 
 
 @triton.jit
@@ -114,7 +124,6 @@ def hide(
     side; those of the `streamed` side, which has `count` tokens, are loaded: SIZE of them, from
     `row` on.
     """
-    ROOMY: tl.constexpr = streamed.positions is None
     if mask.BLOCKS:
         if masked:
             seen = tl.full((1, 1), 1, tl.int1)
@@ -129,7 +138,7 @@ def hide(
                 )
                 seen &= same_segment(more_ids[:, None], b_i[None, :])
             if (mask.window.left is not None) or (mask.window.right is not None):
-                seen &= inside_window(tile.q_pos, tile.k_pos, mask.window, ROOMY)
+                seen &= inside_window(tile.q_pos, tile.k_pos, mask.window)
             x = tl.where(seen, x, other)
     if mask.dense is not None:
         given = addresses.load_pairs(mask.dense, at, tile.o_q, tile.o_k, num_q, num_k)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels import _attention
+from ejkernel.kernels._triton._blocks import softmax
 from ejkernel.kernels._triton.flash_attention import bwd_keys, bwd_queries, call, config
 
 
@@ -28,6 +29,7 @@ def backward(
         "dout": cotangents[0].astype(args.query.dtype),
         "lse": lse,
         "delta": _attention.row_sums(args, outputs, cotangents),
+        "large": _large(lse) if _is_exact(args) is None else None,
     }
     grads = {}
     if wanted & {"key", "value", "bias"}:
@@ -39,99 +41,72 @@ def backward(
     return grads
 
 
+def _is_exact(args: Any) -> bool | None:
+    """Whether weights are exact at once, never (small scores), or None if numbers decide."""
+    offsets = args.bias is not None or args.alibi_slopes is not None
+    if args.query.dtype.itemsize >= 4 or offsets:  # it is not what takes the time
+        return True
+    cap = args.logits_soft_cap
+    return False if cap is not None and cap <= softmax.LARGE / 2 else None
+
+
+def _large(lse: jax.Array) -> jax.Array:
+    """Whether some row has a logsumexp whose rounding errors matter, int32 [1]."""
+    size = jnp.max(jnp.where(jnp.isneginf(lse), 0.0, jnp.abs(lse)), initial=0.0)
+    return (size > softmax.LARGE).astype(jnp.int32).reshape(1)
+
+
 def _over_keys(args: Any, cfg: config.Config, rows: dict[str, Any], wanted: Any) -> dict[str, Any]:
     """dk and dv, and dbias if wanted."""
     batch, s, num_groups, _ = args.key.shape
-    dbias, steps = None, None
+    made = call.Call(args, cfg)
+    dbias, sums = None, None
     if "bias" in wanted:
         # sums in a fixed order need every pair apart: full-sized, and reduced afterwards
         full = (batch, args.query.shape[2], args.query.shape[1], s)
         shape = full if args.deterministic else args.bias.shape
         dbias = jax.ShapeDtypeStruct(shape, jnp.float32)
-        steps = bwd_keys.BiasGradient(*call.pair_strides(shape), shape[2] == 1, shape[3] == 1)
-
-    def launch(made: call.Call, table: Any, old: dict[str, Any], flags: Any) -> dict[str, Any]:
-        first = old["flags"] is None
-        return triton_call(
-            bwd_keys.flash_attention_bwd_dkv_kernel,
-            inputs=made.arrays()
-            | rows
-            | old
-            | {
-                "attention": made.bundle(),
-                "schedule": made.schedule(table, num_groups),
-                "dbias": steps,
-            },
-            outputs={
-                "dk_out": _like(args.key),
-                "dv_out": _like(args.value),
-                "dbias_out": dbias if first else None,
-                "flags_out": flags,
-            },
-            grid=(cdiv(s, made.cfg.block_k) * num_groups * batch,),
-            zeroed=("dbias_out",),
-            aliases=None if first else {"dk_out": "dk", "dv_out": "dv"},
-            **made.cfg.launch(),
-            BQ=made.cfg.block_q,
-            BK=made.cfg.block_k,
-            CHECKED=made.cut_queries,
-            EXACT=made.exact,
-        )
-
-    made = call.Call(args, cfg)
-    flags = _flags(made, batch * num_groups, s, cfg.block_k)
-    none = dict.fromkeys(("flags", "num_flags", "flag_rows", "dk", "dv"))
-    found = launch(made, made.query_table(), none, flags)
-    dbias = found["dbias_out"]
-    if flags is not None:
-        again = call.Call(args, config.wary(args, cfg.block_k))
-        old = {"flags": found["flags_out"], "num_flags": flags.shape[1], "flag_rows": cfg.block_k}
-        found = launch(again, None, old | {"dk": found["dk_out"], "dv": found["dv_out"]}, None)
-    grads = {"key": found["dk_out"], "value": found["dv_out"]}
+        sums = bwd_keys.BiasSums(*call.pair_strides(shape), shape[2] == 1, shape[3] == 1)
+    found = triton_call(
+        bwd_keys.flash_attention_bwd_dkv_kernel,
+        inputs=made.inputs(made.query_table(), num_groups) | rows | {"sums": sums},
+        outputs={"dk": _like(args.key), "dv": _like(args.value), "dbias": dbias},
+        grid=(cdiv(s, cfg.block_k) * num_groups * batch,),
+        zeroed=("dbias",),
+        cost=made.cost(products=2),
+        **cfg.launch(),
+        BQ=cfg.block_q,
+        BK=cfg.block_k,
+        CHECKED=made.cut_queries,
+        EXACT=bool(_is_exact(args)),
+    )
+    grads = {"key": found["dk"], "value": found["dv"]}
     if dbias is not None:
         axes = tuple(i for i in range(4) if args.bias.shape[i] != dbias.shape[i])
-        grads["bias"] = dbias.sum(axes, keepdims=True).astype(args.bias.dtype)
+        grads["bias"] = found["dbias"].sum(axes, keepdims=True).astype(args.bias.dtype)
     return grads
 
 
 def _over_queries(args: Any, cfg: config.Config, rows: dict[str, Any]) -> jax.Array:
     """dq, each row summed by one program."""
     batch, t, num_heads, _ = args.query.shape
-
-    def launch(made: call.Call, table: Any, old: dict[str, Any], flags: Any) -> dict[str, Any]:
-        shared = {"attention": made.bundle(), "schedule": made.schedule(table, num_heads)}
-        return triton_call(
-            bwd_queries.flash_attention_bwd_dq_kernel,
-            inputs=made.arrays() | rows | old | shared,
-            outputs={"dq_out": _like(args.query), "flags_out": flags},
-            grid=(cdiv(t, made.cfg.block_q) * num_heads * batch,),
-            aliases=None if old["flags"] is None else {"dq_out": "dq"},
-            **made.cfg.launch(),
-            BQ=made.cfg.block_q,
-            BK=made.cfg.block_k,
-            CHECKED=made.cut_keys,
-            BACKWARDS=args.sliding_window[1] is not None,
-            EXACT=made.exact,
-        )
-
-    made = call.Call(args, config.over_queries(cfg))
-    flags = _flags(made, batch * num_heads, t, made.cfg.block_q)
-    none = dict.fromkeys(("flags", "num_flags", "flag_rows", "dq"))
-    found = launch(made, made.key_table(), none, flags)
-    if flags is not None:
-        again = call.Call(args, config.exchanged(config.wary(args, made.cfg.block_q)))
-        old = {"flags": found["flags_out"], "num_flags": flags.shape[1]}
-        old |= {"flag_rows": made.cfg.block_q, "dq": found["dq_out"]}
-        found = launch(again, None, old, None)
-    return found["dq_out"]
+    cfg = config.over_queries(cfg)
+    made = call.Call(args, cfg)
+    found = triton_call(
+        bwd_queries.flash_attention_bwd_dq_kernel,
+        inputs=made.inputs(made.key_table(), num_heads) | rows,
+        outputs={"dq": _like(args.query)},
+        grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
+        cost=made.cost(products=1.5),
+        **cfg.launch(),
+        BQ=cfg.block_q,
+        BK=cfg.block_k,
+        CHECKED=made.cut_keys,
+        REVERSED=made.causal,
+        EXACT=bool(_is_exact(args)),
+    )
+    return found["dq"]
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _flags(made: call.Call, lines: int, length: int, block: int) -> jax.ShapeDtypeStruct | None:
-    """Which blocks have to be done again: garbage behind a mask, or inexact weights; else None."""
-    if made.exact and not made.masks and made.mask is None:
-        return None
-    return jax.ShapeDtypeStruct((lines, cdiv(length, block)), jnp.int32)

@@ -1,8 +1,4 @@
-"""Attention backward over keys: a program holds a block of keys and gives its dk and dv.
-
-As over queries, blocks whose result is not finite, or whose weights are not exact enough, are
-flagged and done again.
-"""
+"""Attention backward over keys: a program holds a block of keys and gives its dk and dv."""
 
 from typing import Any, NamedTuple
 
@@ -10,14 +6,14 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton._blocks import addresses, block_ranges, logits, philox, softmax
+from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import mask as masks
-from ejkernel.kernels._triton.flash_attention import call
 
 
-class Block(NamedTuple):
-    """The keys that a program holds."""
+class KeyBlock(NamedTuple):
+    """The block of keys that a program holds; vectors are [BK]."""
 
-    row: Any
+    row: Any  # of its first key
     o_k: Any
     k_pos: Any
     ids: Any
@@ -27,240 +23,183 @@ class Block(NamedTuple):
 class Head(NamedTuple):
     """One query head, and what backward knows of its rows."""
 
-    at: Any
+    at: Any  # `addresses.Place`
     lse: Any
     delta: Any
-    dbias: Any
+    large: Any  # whether exponents have to be exact; None: that is known at compile time
+    dbias: Any  # None if it is not wanted
     slope: Any
-    drop_b: Any
-    drop_h: Any
+    drop_batch: Any  # indices for dropout
+    drop_head: Any
 
 
-@triton.jit
-def _key_step(
-    acc_k, acc_v, far, b_k, b_v, i, masked, queries, douts, rows, block, attention, dbias, BQ: tl.constexpr,
-    BK: tl.constexpr, MODE,
-):  # fmt: skip
-    """Adds what block i of the queries gives to dk and dv; tiles are [BK, BQ].
-
-    `far` is the largest logsumexp that was met, if weights are not EXACT.
-    """
-    WARY: tl.constexpr = MODE.WARY
-    row = i * BQ
-    o_q = row + tl.arange(0, BQ)
-    b_q = addresses.load_tile(queries, row, BQ, MODE.CHECKED)
-    b_do = addresses.load_tile(douts, row, BQ, MODE.CHECKED)
-    q_pos = masks.load_positions(
-        attention.queries, rows.at.batch, row, attention.num_q, attention.mask.window.offset, BQ
-    )
-    tile = masks.Tile(o_q[None, :], block.o_k[:, None], q_pos[None, :], block.k_pos[:, None])
-    dots = tl.dot(b_k, tl.trans(b_q), input_precision=attention.PRECISION)  # [BK, BQ]
-    OFFSETS: tl.constexpr = (attention.scores.bias is not None) or (
-        attention.scores.slopes is not None
-    )
-    x, capped = logits.logits(
-        dots,
-        tile,
-        rows.at,
-        rows.slope,
-        attention.scores,
-        attention.num_q,
-        attention.num_k,
-        attention.queries.positions is None,
-    )
-    GUARDED: tl.constexpr = WARY or (rows.dbias is not None)
-    if not GUARDED:  # before exp2, a branch does not cut the flow of products
-        x = masks.hide(
-            x, float("-inf") if attention.scores.CAP is None or OFFSETS else logits.DEEP, masked, tile,
-            rows.at, row, block.ids, block.more_ids, attention.queries, attention.num_q, attention.mask,
-            attention.num_q, attention.num_k, BQ,
-        )  # fmt: skip
-    if not OFFSETS:
-        capped = x
-    b_lse = addresses.load_row(rows.lse, row, attention.num_q, BQ, 0.0)
-    if not MODE.EXACT:
-        far = tl.maximum(far, softmax.size(b_lse))
-    p = softmax.weights(
-        x, b_lse[None, :], attention.scores.UNITS, attention.scores.SHIFT, MODE.EXACT
-    )
-    if WARY:  # a cotangent that is not finite marks the keys that its query sees
-        p = tl.where(addresses.spoiled(b_do)[None, :], float("nan"), p)
-    if GUARDED:
-        p = masks.hide(
-            p, 0.0, masked, tile, rows.at, row, block.ids, block.more_ids, attention.queries,
-            attention.num_q, attention.mask, attention.num_q, attention.num_k, BQ,
-        )  # fmt: skip
-    dp = tl.dot(b_v, tl.trans(b_do), input_precision=attention.PRECISION)  # [BK, BQ]
-    if WARY:
-        b_q = addresses.finite(b_q)
-        b_do = addresses.finite(b_do)
-    kept = p
-    if attention.dropout is not None:
-        keep = tl.trans(
-            philox.keep(attention.dropout, rows.drop_b, rows.drop_h, o_q, block.row, BQ, BK)
-        )
-        kept = tl.where(keep, p * attention.dropout.FACTOR, 0.0)
-        dp = tl.where(keep, dp * attention.dropout.FACTOR, 0.0)
-    acc_v = tl.dot(kept.to(b_do.dtype), b_do, acc_v, input_precision=attention.PRECISION)
-    b_delta = addresses.load_row(rows.delta, row, attention.num_q, BQ, 0.0)
-    ds = p * (dp - b_delta[None, :])
-    if rows.dbias is not None:  # added after the cap; p may be 0, and the rest nan
-        added = tl.where(p == 0.0, 0.0, ds)
-        _add_bias(rows.dbias, dbias, added, o_q, block.o_k, attention.num_q, attention.num_k)
-    if attention.scores.CAP is not None:
-        ds *= logits.cap_slope(capped, attention.scores.CAP, attention.scores.SHIFT == 0.0)
-    if GUARDED:
-        ds = tl.where(p == 0.0, 0.0, ds)
-    narrow = ds.to(b_q.dtype)
-    acc_k = tl.dot(narrow, b_q, acc_k, input_precision=attention.PRECISION)
-    return acc_k, acc_v, far
-
-
-class Mode(NamedTuple):
-    WARY: tl.constexpr
-    EXACT: tl.constexpr
-    CHECKED: tl.constexpr
-
-
-class BiasGradient(NamedTuple):
-    """Strides of dbias; SUM_Q and SUM_K: the bias has one row, or one column."""
+class BiasSums(NamedTuple):
+    """Strides of dbias; OVER_QUERIES, OVER_KEYS: the bias does not have that axis."""
 
     batch: Any
     head: Any
     query: Any
     key: Any
-    SUM_Q: tl.constexpr
-    SUM_K: tl.constexpr
+    OVER_QUERIES: tl.constexpr
+    OVER_KEYS: tl.constexpr
 
 
 @triton.jit
-def _add_bias(base, dbias, ds, o_q, o_k, num_q, num_k):
+def _over_queries(
+    acc_k, acc_v, b_k, b_v, queries, douts, head, block, bounds, attention, sums,
+    BQ: tl.constexpr, CHECKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Adds what one query head gives to dk in acc_k [BK, BD] and to dv in acc_v [BK, BE]."""
+    BK: tl.constexpr = b_k.shape[0]
+    batch = head.at.batch
+    for i in range(bounds.first, bounds.last):
+        masked = (i < bounds.full) | (i >= bounds.ragged)
+        row = i * BQ
+        o_q = row + tl.arange(0, BQ)
+        b_q, b_do = masks.load_real_tiles(  # [BQ, BD], [BQ, BE]
+            queries, douts, attention.queries, batch, row, BQ, CHECKED
+        )
+        q_pos = masks.load_positions(
+            attention.queries, batch, row, attention.num_q, attention.mask.window.offset, BQ
+        )
+        tile = masks.Tile(o_q[None, :], block.o_k[:, None], q_pos[None, :], block.k_pos[:, None])
+        dots = tl.dot(b_k, tl.trans(b_q), input_precision=attention.PRECISION)  # [BK, BQ]
+        x, capped = logits.logits(
+            dots, tile, head.at, head.slope, attention.scores, attention.num_q, attention.num_k
+        )
+        # a branch before exp2 does not cut the flow of products
+        x = masks.hide(
+            x, float("-inf"), masked, tile, head.at, row, block.ids, block.more_ids,
+            attention.queries, attention.num_q, attention.mask, attention.num_q, attention.num_k,
+            BQ,
+        )  # fmt: skip
+        if (attention.scores.bias is None) and (attention.scores.slopes is None):
+            capped = x  # one tile less to keep
+        b_lse = addresses.load_row(head.lse, row, attention.num_q, BQ, 0.0)
+        exponents = softmax.exponents(x, b_lse[None, :], attention.scores.FACTOR, EXACT)
+        if head.large is not None:
+            if head.large:
+                exponents = softmax.exponents(x, b_lse[None, :], attention.scores.FACTOR, True)
+        p = tl.math.exp2(exponents)  # [BK, BQ]
+        dp = tl.dot(b_v, tl.trans(b_do), input_precision=attention.PRECISION)  # [BK, BQ]
+        kept = p
+        if attention.dropout is not None:
+            keep = philox.keep(
+                attention.dropout, head.drop_batch, head.drop_head, o_q, block.row, BQ, BK
+            )
+            kept = tl.where(tl.trans(keep), p * attention.dropout.FACTOR, 0.0)
+            dp = tl.where(tl.trans(keep), dp * attention.dropout.FACTOR, 0.0)
+        acc_v = tl.dot(kept.to(b_do.dtype), b_do, acc_v, input_precision=attention.PRECISION)
+        b_delta = addresses.load_row(head.delta, row, attention.num_q, BQ, 0.0)
+        ds = p * (dp - b_delta[None, :])  # [BK, BQ]
+        if head.dbias is not None:  # it is added after the cap; a padded key may hold nan
+            added = tl.where(p == 0.0, 0.0, ds)
+            _add_bias(head.dbias, sums, added, o_q, block.o_k, attention.num_q, attention.num_k)
+        if attention.scores.CAP is not None:
+            ds *= logits.cap_slope(capped, attention.scores.CAP)
+        acc_k = tl.dot(ds.to(b_q.dtype), b_q, acc_k, input_precision=attention.PRECISION)
+    return acc_k, acc_v
+
+
+@triton.jit
+def _add_bias(base, sums, ds, o_q, o_k, num_q, num_k):
     """Adds a tile [BK, BQ] to dbias, summed first over the axes that the bias does not have."""
     m_q, m_k = o_q < num_q, o_k < num_k
-    wide_q, wide_k = o_q.to(tl.int64) * dbias.query, o_k.to(tl.int64) * dbias.key
-    if dbias.SUM_Q and dbias.SUM_K:
+    wide_q, wide_k = o_q.to(tl.int64) * sums.query, o_k.to(tl.int64) * sums.key
+    if sums.OVER_QUERIES and sums.OVER_KEYS:
         tl.atomic_add(base, tl.sum(tl.sum(ds, 1), 0), sem="relaxed")
-    elif dbias.SUM_Q:
+    elif sums.OVER_QUERIES:
         tl.atomic_add(base + wide_k, tl.sum(ds, 1), mask=m_k, sem="relaxed")
-    elif dbias.SUM_K:
+    elif sums.OVER_KEYS:
         tl.atomic_add(base + wide_q, tl.sum(ds, 0), mask=m_q, sem="relaxed")
     else:
         p = base + wide_k[:, None] + wide_q[None, :]
         tl.atomic_add(p, ds, mask=m_k[:, None] & m_q[None, :], sem="relaxed")
 
 
-@triton.jit(do_not_specialize=(*call.LOOSE, "num_flags", "flag_rows"))
+@triton.jit(do_not_specialize=common.UNSPECIALISED)
 def flash_attention_bwd_dkv_kernel(
-    query, key, value, attention, schedule, dout, lse, delta, dbias, flags, num_flags, flag_rows,
-    dk, dv, dk_out, dv_out, dbias_out, flags_out,
+    query, key, value, attention, schedule, dout, lse, delta, large, sums, dk, dv, dbias,
     BQ: tl.constexpr, BK: tl.constexpr, CHECKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
+    """EXACT, or if the array `large` says so, weights are exact: see `softmax.exponents`."""
     num_blocks = tl.cdiv(attention.num_k, BK)
-    GROUPS: tl.constexpr = attention.HEADS // attention.GROUP
-    i_p = tl.program_id(0)
     # causal: the first keys are seen by most queries, and start first
-    i_k, batch_head = block_ranges.order(i_p, num_blocks, schedule.interleaved)
-    i_g = batch_head % GROUPS
-    i_b = batch_head // GROUPS
+    i_k, batch_head = block_ranges.order(tl.program_id(0), num_blocks, schedule.interleaved)
+    i_g = batch_head % attention.KEY_HEADS
+    i_b = batch_head // attention.KEY_HEADS
+    batch = i_b.to(tl.int64)
     row = i_k * BK
-    AGAIN: tl.constexpr = flags is not None
-    if AGAIN:
-        if tl.load(flags + batch_head * num_flags + row // flag_rows) == 0:
-            return
-    o_k = row + tl.arange(0, BK)
-    wide_b = i_b.to(tl.int64)
-
-    first_row = wide_b * attention.num_k * GROUPS + i_g
+    key_row = batch * attention.num_k * attention.KEY_HEADS + i_g
+    D_STRIDE: tl.constexpr = attention.KEY_HEADS * attention.D
+    E_STRIDE: tl.constexpr = attention.KEY_HEADS * attention.E
     b_k = addresses.load_tile(
         addresses.Rows(
-            key + first_row * attention.D,
-            GROUPS * attention.D,
-            attention.num_k,
-            attention.D,
-            attention.BD,
+            key + key_row * attention.D, D_STRIDE, attention.num_k, attention.D, attention.BD
         ),
-        row,
-        BK,
-        True,
-    )
+        row, None, BK, True,
+    )  # fmt: skip
     b_v = addresses.load_tile(
         addresses.Rows(
-            value + first_row * attention.E,
-            GROUPS * attention.E,
-            attention.num_k,
-            attention.E,
-            attention.BE,
+            value + key_row * attention.E, E_STRIDE, attention.num_k, attention.E, attention.BE
         ),
-        row,
-        BK,
-        True,
-    )
-    tokens = attention.keys
-    k_pos = masks.load_positions(tokens, wide_b, row, attention.num_k, 0, BK)
-    k_id = masks.load_ids(tokens.ids, tokens.ids_step, wide_b, row, attention.num_k, BK)
-    k_id_2 = masks.load_ids(tokens.more_ids, tokens.more_ids_step, wide_b, row, attention.num_k, BK)
-    block = Block(row, o_k, k_pos, k_id, k_id_2)
-
-    window = attention.mask.window
-    first, full, ragged, last = block_ranges.bounds(
-        schedule, wide_b, i_k, attention.num_k, attention.num_q, -window.offset, window.right, window.left,
-        BK, BQ,
+        row, None, BK, True,
     )  # fmt: skip
-    if AGAIN:
-        first, full, ragged, last = 0, 0, 0, tl.cdiv(attention.num_q, BQ)
+    tokens = attention.keys
+    block = KeyBlock(
+        row,
+        row + tl.arange(0, BK),
+        masks.load_positions(tokens, batch, row, attention.num_k, 0, BK),
+        masks.load_ids(tokens.ids, tokens.ids_step, batch, row, attention.num_k, BK),
+        masks.load_ids(tokens.more_ids, tokens.more_ids_step, batch, row, attention.num_k, BK),
+    )
+    window = attention.mask.window  # seen from the keys, it is mirrored
+    first, full, ragged, last = block_ranges.bounds(
+        schedule, batch, i_k, attention.num_k, attention.num_q, -window.offset, window.right,
+        window.left, BK, BQ,
+    )  # fmt: skip
+    Q_STRIDE: tl.constexpr = attention.HEADS * attention.D
+    DO_STRIDE: tl.constexpr = attention.HEADS * attention.E
     acc_k = tl.zeros([BK, attention.BD], tl.float32)
     acc_v = tl.zeros([BK, attention.BE], tl.float32)
-    far = tl.zeros([BQ], tl.float32)
+    is_large = None
+    if large is not None:
+        is_large = tl.load(large) != 0
     for r in range(attention.GROUP):
         i_h = i_g * attention.GROUP + r
-        wide_h = i_h.to(tl.int64)
-        head = wide_b * attention.num_q * attention.HEADS + wide_h
-        h_query = query + head * attention.D
-        h_dout = dout + head * attention.E
-        of_head = (wide_b * attention.HEADS + wide_h) * attention.num_q
+        at = addresses.Place(batch, i_h.to(tl.int64))
+        query_row = batch * attention.num_q * attention.HEADS + at.head
+        first_row = (batch * attention.HEADS + at.head) * attention.num_q  # in [b, h, t]
         h_dbias = None
-        if dbias_out is not None:
-            h_dbias = dbias_out + wide_b * dbias.batch + wide_h * dbias.head
-        slope = 0.0
-        if attention.scores.slopes is not None:
-            slope = tl.load(attention.scores.slopes + i_h).to(tl.float32)
-        drop_b, drop_h = philox.indices(attention.dropout, i_b, i_h)
-        at = addresses.Place(wide_b, wide_h)
-        rows = Head(at, lse + of_head, delta + of_head, h_dbias, slope, drop_b, drop_h)
-        for i in range(first, last):
-            acc_k, acc_v, far = _key_step(
-                acc_k, acc_v, far, b_k, b_v, i, (i < full) | (i >= ragged),
-                addresses.Rows(h_query, attention.HEADS * attention.D, attention.num_q, attention.D, attention.BD),
-                addresses.Rows(h_dout, attention.HEADS * attention.E, attention.num_q, attention.E, attention.BE),
-                rows, block, attention, dbias, BQ, BK, Mode(AGAIN, EXACT or AGAIN, CHECKED),
-            )  # fmt: skip
-    if flags_out is not None:
-        odd = addresses.any_odd(acc_k) | addresses.any_odd(acc_v)
-        if not EXACT:
-            odd |= tl.max(far, 0) > softmax.LARGE
-        tl.store(flags_out + batch_head * num_blocks + i_k, odd.to(tl.int32))
+        if dbias is not None:
+            h_dbias = dbias + batch * sums.batch + at.head * sums.head
+        slope = common.load_slope(attention.scores.slopes, i_h)
+        drop_batch, drop_head = philox.indices(attention.dropout, i_b, i_h)
+        head = Head(
+            at, lse + first_row, delta + first_row, is_large, h_dbias, slope, drop_batch, drop_head
+        )
+        h_query = query + query_row * attention.D
+        h_dout = dout + query_row * attention.E
+        acc_k, acc_v = _over_queries(
+            acc_k, acc_v, b_k, b_v,
+            addresses.Rows(h_query, Q_STRIDE, attention.num_q, attention.D, attention.BD),
+            addresses.Rows(h_dout, DO_STRIDE, attention.num_q, attention.E, attention.BE),
+            head, block, block_ranges.Bounds(first, full, ragged, last), attention, sums,
+            BQ, CHECKED, EXACT,
+        )  # fmt: skip
     acc_k *= attention.scores.SCALE
+    if attention.keys.ids is not None:  # padding may hold nan
+        is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
+        acc_k = tl.where(is_real_row[:, None], acc_k, 0.0)
     addresses.store_tile(
         addresses.Rows(
-            dk_out + first_row * attention.D,
-            GROUPS * attention.D,
-            attention.num_k,
-            attention.D,
-            attention.BD,
+            dk + key_row * attention.D, D_STRIDE, attention.num_k, attention.D, attention.BD
         ),
-        row,
-        acc_k,
-        BK,
-    )
+        row, acc_k, BK,
+    )  # fmt: skip
     addresses.store_tile(
         addresses.Rows(
-            dv_out + first_row * attention.E,
-            GROUPS * attention.E,
-            attention.num_k,
-            attention.E,
-            attention.BE,
+            dv + key_row * attention.E, E_STRIDE, attention.num_k, attention.E, attention.BE
         ),
-        row,
-        acc_v,
-        BK,
-    )
+        row, acc_v, BK,
+    )  # fmt: skip

@@ -3,15 +3,16 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton.language as tl
+import numpy as np
 
-from ejkernel.callib import next_power_of_2, strides_from_shape
+from ejkernel.callib import Cost, next_power_of_2, strides_from_shape
 from ejkernel.kernels._triton._blocks import (
     addresses,
+    attention,
     block_ranges,
     logits,
     mask,
@@ -21,10 +22,6 @@ from ejkernel.kernels._triton._blocks import (
 )
 from ejkernel.kernels._triton.flash_attention import config
 
-# Sizes that the code does not depend on: a call and its reduced twin share one compiled kernel.
-# Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
-LOOSE = ("attention.mask.window", "schedule.interleaved")
-_LOG2_E = 1.4426950408889634
 # names of `jax.default_matmul_precision` for no more than TF32 gives
 _LOW_PRECISION = frozenset(
     {
@@ -33,8 +30,8 @@ _LOW_PRECISION = frozenset(
         *(f"ANY_F8_ANY_F8_{x}" for x in ("F32", "F32_FAST_ACCUM", "ANY", "ANY_FAST_ACCUM")),
     }
 )
-# where a cap of half precision may err by 2.4e-6 times itself: see `pairs.below_cap`
-_LOW_CAP, _HIGH_CAP = 2.0**-6, 256.0
+# above it, an error of 2e-7 of the cap matters to half precision
+_LARGE_CAP = 256.0
 # up to 4096 tokens up to 5 % faster on an H200, at 16384 up to 6 % slower (docs/measured.md)
 _TURNS, _TURNS_LENGTH = 32, 4096
 
@@ -44,25 +41,6 @@ def dot_precision(dtype: Any) -> str:
     if jnp.dtype(dtype) != jnp.float32:
         return "ieee"  # without effect on narrower inputs
     return "tf32" if jax.config.jax_default_matmul_precision in _LOW_PRECISION else "ieee"
-
-
-class Attention(NamedTuple):
-    """What all kernels of a call share: lengths, heads and head sizes, masks and scores."""
-
-    num_q: Any
-    num_k: Any
-    HEADS: tl.constexpr  # of queries
-    GROUP: tl.constexpr  # query heads to a key head
-    D: tl.constexpr
-    E: tl.constexpr
-    BD: tl.constexpr  # columns of a tile: a power of two
-    BE: tl.constexpr
-    PRECISION: tl.constexpr  # of products
-    queries: Any  # `mask.Tokens`
-    keys: Any
-    mask: Any  # `mask.Mask`
-    scores: Any  # `logits.Scores`
-    dropout: Any  # `philox.Dropout`, or None
 
 
 class Call:
@@ -98,57 +76,41 @@ class Call:
         window, cfg = self.args.sliding_window, self.cfg
         return build(self.tokens, window, cfg.block_q, cfg.block_k)
 
-    def schedule(self, table: jax.Array | None, num_heads: int) -> block_ranges.Schedule:
-        """The order of programs of so many heads, with what they visit."""
+    @property
+    def causal(self) -> bool:
+        return self.args.sliding_window[1] is not None
+
+    def inputs(self, table: jax.Array | None, num_heads: int) -> dict[str, Any]:
+        """What every kernel takes, for programs of so many heads; `table` is their schedule's."""
         step = None if table is None else 0 if table.shape[0] == 1 else math.prod(table.shape[1:])
-        return block_ranges.Schedule(table, step, self.interleaved(num_heads))
+        return {
+            "query": self.args.query,
+            "key": self.args.key,
+            "value": self.args.value,
+            "attention": self._attention(),
+            "schedule": block_ranges.Schedule(table, step, self.interleaved(num_heads)),
+        }
 
     def interleaved(self, num_heads: int) -> int:
         """How many (batch, head) pairs take turns: under a causal mask their longest blocks then
         start before any short one. In long calls they do not: these were slower so.
         """
-        causal = self.args.sliding_window[1] is not None
-        if not causal or max(self.tokens.num_q, self.tokens.num_k) > _TURNS_LENGTH:
+        if not self.causal or max(self.tokens.num_q, self.tokens.num_k) > _TURNS_LENGTH:
             return 1
         return math.gcd(self.args.query.shape[0] * num_heads, _TURNS)
 
-    def arrays(self) -> dict[str, jax.Array]:
-        return {"query": self.args.query, "key": self.args.key, "value": self.args.value}
-
-    def bundle(self) -> Attention:
-        """What all kernels of a call share."""
-        args, of, given = self.args, self.tokens, self.positions[0] is not None
-        left, right = args.sliding_window
-        if not given:  # nothing is farther away, and sums fit into 32 bits
-            left, right = (
-                None if x is None else min(x, of.num_q + of.num_k) for x in (left, right)
-            )
-        d, e = args.query.shape[-1], args.value.shape[-1]
-        return Attention(
-            num_q=of.num_q,
-            num_k=of.num_k,
-            HEADS=args.query.shape[2],
-            GROUP=args.query.shape[2] // args.key.shape[2],
-            D=d,
-            E=e,
-            BD=max(next_power_of_2(d), 16),
-            BE=max(next_power_of_2(e), 16),
-            PRECISION=dot_precision(args.query.dtype),
-            queries=block_ranges.token_bundle(of, 0, positions=given),
-            keys=block_ranges.token_bundle(of, 1, positions=given),
-            mask=mask.Mask(
-                mask.Window(left, right, of.offset), pairs(self.mask), self.cut, self.masks
-            ),
-            scores=self._scores(),
-            dropout=self._dropout(),
-        )
-
-    def _dropout(self) -> philox.Dropout | None:
-        args = self.args
-        if not (prob := args.dropout_prob):
+    def cost(self, products: float) -> Cost | None:
+        """Of kernels that compute so many products of each head size; None if ids decide."""
+        if not self.tokens.plain or self.mask is not None:
             return None
-        threshold, factor = int(prob * 2.0**32), 1.0 / (1.0 - prob)
-        return philox.Dropout(args.dropout_seed, args.dropout_offset, threshold, factor)
+        batch, _, num_heads, d = self.args.query.shape
+        num_k = self.tokens.num_k
+        position = np.arange(self.tokens.num_q) + self.tokens.offset
+        left, right = (num_k + len(position) if w is None else w for w in self.args.sliding_window)
+        last = np.minimum(position + right, num_k - 1)
+        visible = np.maximum(last - np.maximum(position - left, 0) + 1, 0).sum()
+        pairs = batch * num_heads * int(visible)
+        return Cost(flops=int(2 * products * pairs * (d + self.args.value.shape[-1])))
 
     def sinks(self) -> softmax.Sinks | None:
         x = self.args.softmax_aux
@@ -157,31 +119,52 @@ class Call:
         num = x.shape[1]
         return softmax.Sinks(x, 0 if x.shape[0] == 1 else num, num, next_power_of_2(num))
 
-    @property
-    def exact(self) -> bool:
-        """Whether backward has exact weights at once: where they are not what takes the time."""
-        offsets = self.args.bias is not None or self.args.alibi_slopes is not None
-        return self.args.query.dtype.itemsize >= 4 or offsets
+    def _attention(self) -> attention.Attention:
+        args, of, given = self.args, self.tokens, self.positions[0] is not None
+        _, _, num_heads, d = args.query.shape
+        _, _, num_groups, e = args.value.shape
+        limits = args.sliding_window
+        if not given:  # nothing is farther away, and sums fit into 32 bits
+            limits = [None if x is None else min(x, of.num_q + of.num_k) for x in limits]
+        window = mask.window(limits, of.offset)
+        return attention.Attention(
+            num_q=of.num_q,
+            num_k=of.num_k,
+            HEADS=num_heads,
+            KEY_HEADS=num_groups,
+            GROUP=num_heads // num_groups,
+            D=d,
+            E=e,
+            BD=max(next_power_of_2(d), 16),
+            BE=max(next_power_of_2(e), 16),
+            PRECISION=dot_precision(args.query.dtype),
+            queries=block_ranges.token_bundle(of, 0, positions=given),
+            keys=block_ranges.token_bundle(of, 1, positions=given),
+            mask=mask.Mask(window, pairs(self.mask), self.cut, self.masks),
+            scores=self._scores(),
+            dropout=self._dropout(),
+        )
 
     def _scores(self) -> logits.Scores:
         args = self.args
         extras = (args.bias, args.alibi_slopes, args.logits_soft_cap)
         # the maximum of a row is found before scaling, which a factor <= 0 would turn around
         natural = any(x is not None for x in extras) or args.softmax_scale <= 0
-        units = _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E
-        cap = None if args.logits_soft_cap is None else float(args.logits_soft_cap)
-        # what is added to capped scores is in natural units, and then they are too
-        short = cap is not None and args.query.dtype.itemsize < 4 and _LOW_CAP <= cap <= _HIGH_CAP
-        short &= args.bias is None and args.alibi_slopes is None
         return logits.Scores(
             bias=pairs(args.bias),
             slopes=args.alibi_slopes,
             SCALE=float(args.softmax_scale),
-            CAP=cap,
-            NATURAL=natural,
-            UNITS=2.0 * cap * _LOG2_E if short else units,
-            SHIFT=cap if short else 0.0,
+            CAP=None if args.logits_soft_cap is None else float(args.logits_soft_cap),
+            FINE=args.query.dtype.itemsize >= 4 or (args.logits_soft_cap or 0.0) > _LARGE_CAP,
+            FACTOR=1.0 if natural else float(args.softmax_scale),
         )
+
+    def _dropout(self) -> philox.Dropout | None:
+        args = self.args
+        if not (prob := args.dropout_prob):
+            return None
+        threshold, factor = int(prob * 2.0**32), 1.0 / (1.0 - prob)
+        return philox.Dropout(args.dropout_seed, args.dropout_offset, threshold, factor)
 
 
 def pairs(x: Any) -> addresses.Pairs | None:
