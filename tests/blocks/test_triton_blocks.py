@@ -363,12 +363,12 @@ def test_pairs_of_one_segment():
 
 
 @triton.jit
-def tile_kernel(rows, row, valid, out, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+def tile_kernel(x, rows, row, count, valid, out, ROWS: tl.constexpr, CHECKED: tl.constexpr):
     if valid is not None:
         real = tl.load(valid + tl.arange(0, ROWS)) != 0
-        tile = addresses.load_tile(rows, tl.load(row), real, ROWS, CHECKED)
+        tile = addresses.load_tile(x, rows, tl.load(row), count, real, ROWS, CHECKED)
     else:
-        tile = addresses.load_tile(rows, tl.load(row), None, ROWS, CHECKED)
+        tile = addresses.load_tile(x, rows, tl.load(row), count, None, ROWS, CHECKED)
     o = tl.arange(0, ROWS)[:, None] * rows.PADDED + tl.arange(0, rows.PADDED)[None, :]
     tl.store(out + o, tile)
 
@@ -386,7 +386,9 @@ def test_tiles_are_zero_beyond_the_edges(row, columns, checked, valid):
     tile = triton_call(
         tile_kernel,
         inputs={
-            "rows": addresses.Rows(x, 10, count, columns, 4),
+            "x": x,
+            "rows": addresses.Rows(10, columns, 4),
+            "count": count,
             "row": np.asarray([row], np.int32),
             "valid": None if valid is None else np.asarray(valid, np.int32),
         },
@@ -402,11 +404,11 @@ def test_tiles_are_zero_beyond_the_edges(row, columns, checked, valid):
 
 
 @triton.jit
-def rows_kernel(x, row, num_rows, out, stored, ROWS: tl.constexpr, OTHER: tl.constexpr):
+def rows_kernel(x, row, num_rows, rows, out, stored, ROWS: tl.constexpr, OTHER: tl.constexpr):
     o = tl.arange(0, ROWS)
     tl.store(out + o, addresses.load_row(x, tl.load(row), num_rows, ROWS, OTHER))
     tile = tl.full([ROWS, 4], 1.0, tl.float32)
-    addresses.store_tile(addresses.Rows(stored, 5, num_rows, 3, 4), tl.load(row), tile, ROWS)
+    addresses.store_tile(stored, rows, tl.load(row), num_rows, tile, ROWS)
 
 
 @pytest.mark.parametrize("row", [0, 3, 5, 8])
@@ -414,7 +416,12 @@ def test_nothing_is_loaded_or_stored_beyond_the_end(row):
     x = np.arange(5, 11, dtype=np.int32)
     made = triton_call(
         rows_kernel,
-        inputs={"x": x, "row": np.asarray([row], np.int32), "num_rows": 6},
+        inputs={
+            "x": x,
+            "row": np.asarray([row], np.int32),
+            "num_rows": 6,
+            "rows": addresses.Rows(5, 3, 4),
+        },
         outputs={"out": shape(4, dtype=jnp.int32), "stored": shape(12, 5, dtype=jnp.bfloat16)},
         zeroed=["stored"],
         grid=(1,),

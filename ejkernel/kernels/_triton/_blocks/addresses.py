@@ -7,11 +7,9 @@ import triton.language as tl
 
 
 class Rows(NamedTuple):
-    """The rows of one head in an array [b, tokens, heads, width]."""
+    """How the rows of one head lie in an array [b, tokens, heads, width]."""
 
-    base: Any
-    stride: Any  # elements between two rows
-    count: Any
+    STRIDE: tl.constexpr  # elements between two rows
     WIDTH: tl.constexpr
     PADDED: tl.constexpr  # columns of a tile: a power of two, at least WIDTH
 
@@ -34,25 +32,25 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def tile_pointers(rows, row, ROWS: tl.constexpr):
+def tile_pointers(base, rows, row, ROWS: tl.constexpr):
     # 64 bits for the row alone. Offsets inside a tile, added up first and kept over a loop, cost
     # forward 9 % on an H200 (d = 128): in this order the compiler advances pointers instead.
     o_r = tl.arange(0, ROWS)
-    first = rows.base + row.to(tl.int64) * rows.stride
-    return first + o_r[:, None] * rows.stride + tl.arange(0, rows.PADDED)[None, :]
+    first = base + row.to(tl.int64) * rows.STRIDE
+    return first + o_r[:, None] * rows.STRIDE + tl.arange(0, rows.PADDED)[None, :]
 
 
 @triton.jit
-def load_tile(rows, row, valid, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """Rows from `row` on, [ROWS, PADDED].
+def load_tile(base, rows, row, count, valid, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Rows from `row` on, [ROWS, PADDED]; `base` points to the first of `count`.
 
     Zeros stand in columns beyond WIDTH, in CHECKED rows beyond `count`, and in rows that are not
     `valid`; None: all rows are.
     """
-    p = tile_pointers(rows, row, ROWS)
+    p = tile_pointers(base, rows, row, ROWS)
     inside = tl.full([1, 1], 1, tl.int1)
     if CHECKED:
-        inside = inside & (row + tl.arange(0, ROWS) < rows.count)[:, None]
+        inside = inside & (row + tl.arange(0, ROWS) < count)[:, None]
     if valid is not None:
         inside = inside & valid[:, None]
     if rows.PADDED != rows.WIDTH:
@@ -64,11 +62,12 @@ def load_tile(rows, row, valid, ROWS: tl.constexpr, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def store_tile(rows, row, tile, ROWS: tl.constexpr):
+def store_tile(base, rows, row, count, tile, ROWS: tl.constexpr):
     """Stores what is inside the array, in its dtype."""
-    inside = (row + tl.arange(0, ROWS) < rows.count)[:, None]
+    inside = (row + tl.arange(0, ROWS) < count)[:, None]
     inside = inside & (tl.arange(0, rows.PADDED) < rows.WIDTH)[None, :]
-    tl.store(tile_pointers(rows, row, ROWS), tile.to(rows.base.dtype.element_ty), mask=inside)
+    p = tile_pointers(base, rows, row, ROWS)
+    tl.store(p, tile.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit

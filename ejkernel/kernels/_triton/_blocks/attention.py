@@ -10,17 +10,17 @@ from ejkernel.kernels._triton._blocks import mask as masks
 
 
 class Attention(NamedTuple):
-    """The call: lengths, heads and head sizes, masks and scores."""
+    """The call: lengths, heads, layouts of arrays, masks and scores."""
 
     num_q: Any
     num_k: Any
     HEADS: tl.constexpr  # of queries
     KEY_HEADS: tl.constexpr
     GROUP: tl.constexpr  # query heads to a key head
-    D: tl.constexpr
-    E: tl.constexpr
-    BD: tl.constexpr  # columns of a tile: a power of two
-    BE: tl.constexpr
+    query_rows: Any  # `addresses.Rows` of query and dq
+    key_rows: Any  # of key and dk
+    value_rows: Any  # of value and dv
+    out_rows: Any  # of out and dout
     PRECISION: tl.constexpr  # of products
     queries: Any  # `mask.Tokens`
     keys: Any
@@ -40,8 +40,8 @@ class QueryBlock(NamedTuple):
     index: Any
     row: Any  # of its first query
     at: Any  # `addresses.Place`
-    query_row: Any  # of its batch and head in [b, t, h]
-    key_row: Any  # of its batch and key head in [b, s, g]
+    query_row: Any  # the first row of its batch and head in [b, t, h]
+    key_row: Any  # the first row of its batch and key head in [b, s, g]
     o_q: Any
     q_pos: Any
     ids: Any

@@ -84,15 +84,13 @@ def real_tokens(tokens, i_b, row, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_real_tiles(rows, more, tokens, i_b, row, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """Two tiles with zeros in place of padding, which may hold nan: 0 times nan is nan."""
+def load_real_tile(base, rows, row, count, tokens, i_b, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """A tile with zeros in place of padding, which may hold nan: 0 times nan is nan."""
     if tokens.ids is not None:
-        real = real_tokens(tokens, i_b, row, rows.count, ROWS)
-        tile = addresses.load_tile(rows, row, real, ROWS, False)
-        return tile, addresses.load_tile(more, row, real, ROWS, False)
+        real = real_tokens(tokens, i_b, row, count, ROWS)
+        return addresses.load_tile(base, rows, row, count, real, ROWS, False)
     else:
-        tile = addresses.load_tile(rows, row, None, ROWS, CHECKED)
-        return tile, addresses.load_tile(more, row, None, ROWS, CHECKED)
+        return addresses.load_tile(base, rows, row, count, None, ROWS, CHECKED)
 
 
 @triton.jit

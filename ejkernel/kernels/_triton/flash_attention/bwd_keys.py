@@ -46,7 +46,7 @@ class BiasSums(NamedTuple):
 
 @triton.jit
 def _over_queries(
-    acc_k, acc_v, b_k, b_v, queries, douts, head, block, bounds, attention, sums,
+    acc_k, acc_v, b_k, b_v, query, dout, head, block, bounds, attention, sums,
     BQ: tl.constexpr, CHECKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds what one query head gives to dk in acc_k [BK, BD] and to dv in acc_v [BK, BE]."""
@@ -56,8 +56,11 @@ def _over_queries(
         masked = (i < bounds.full) | (i >= bounds.ragged)
         row = i * BQ
         o_q = row + tl.arange(0, BQ)
-        b_q, b_do = masks.load_real_tiles(  # [BQ, BD], [BQ, BE]
-            queries, douts, attention.queries, batch, row, BQ, CHECKED
+        b_q = masks.load_real_tile(  # [BQ, BD]
+            query, attention.query_rows, row, attention.num_q, attention.queries, batch, BQ, CHECKED
+        )
+        b_do = masks.load_real_tile(  # [BQ, BE]
+            dout, attention.out_rows, row, attention.num_q, attention.queries, batch, BQ, CHECKED
         )
         q_pos = masks.load_positions(
             attention.queries, batch, row, attention.num_q, attention.mask.window.offset, BQ
@@ -131,20 +134,14 @@ def flash_attention_bwd_dkv_kernel(
     batch = i_b.to(tl.int64)
     row = i_k * BK
     key_row = batch * attention.num_k * attention.KEY_HEADS + i_g
-    D_STRIDE: tl.constexpr = attention.KEY_HEADS * attention.D
-    E_STRIDE: tl.constexpr = attention.KEY_HEADS * attention.E
+    D: tl.constexpr = attention.key_rows.WIDTH
+    E: tl.constexpr = attention.value_rows.WIDTH
     b_k = addresses.load_tile(
-        addresses.Rows(
-            key + key_row * attention.D, D_STRIDE, attention.num_k, attention.D, attention.BD
-        ),
-        row, None, BK, True,
-    )  # fmt: skip
+        key + key_row * D, attention.key_rows, row, attention.num_k, None, BK, True
+    )
     b_v = addresses.load_tile(
-        addresses.Rows(
-            value + key_row * attention.E, E_STRIDE, attention.num_k, attention.E, attention.BE
-        ),
-        row, None, BK, True,
-    )  # fmt: skip
+        value + key_row * E, attention.value_rows, row, attention.num_k, None, BK, True
+    )
     tokens = attention.keys
     block = KeyBlock(
         row,
@@ -158,10 +155,8 @@ def flash_attention_bwd_dkv_kernel(
         schedule, batch, i_k, attention.num_k, attention.num_q, -window.offset, window.right,
         window.left, BK, BQ,
     )  # fmt: skip
-    Q_STRIDE: tl.constexpr = attention.HEADS * attention.D
-    DO_STRIDE: tl.constexpr = attention.HEADS * attention.E
-    acc_k = tl.zeros([BK, attention.BD], tl.float32)
-    acc_v = tl.zeros([BK, attention.BE], tl.float32)
+    acc_k = tl.zeros([BK, attention.key_rows.PADDED], tl.float32)
+    acc_v = tl.zeros([BK, attention.value_rows.PADDED], tl.float32)
     is_large = None
     if large is not None:
         is_large = tl.load(large) != 0
@@ -178,28 +173,13 @@ def flash_attention_bwd_dkv_kernel(
         head = Head(
             at, lse + first_row, delta + first_row, is_large, h_dbias, slope, drop_batch, drop_head
         )
-        h_query = query + query_row * attention.D
-        h_dout = dout + query_row * attention.E
         acc_k, acc_v = _over_queries(
-            acc_k, acc_v, b_k, b_v,
-            addresses.Rows(h_query, Q_STRIDE, attention.num_q, attention.D, attention.BD),
-            addresses.Rows(h_dout, DO_STRIDE, attention.num_q, attention.E, attention.BE),
-            head, block, block_ranges.Bounds(first, full, ragged, last), attention, sums,
-            BQ, CHECKED, EXACT,
+            acc_k, acc_v, b_k, b_v, query + query_row * D, dout + query_row * E, head, block,
+            block_ranges.Bounds(first, full, ragged, last), attention, sums, BQ, CHECKED, EXACT,
         )  # fmt: skip
     acc_k *= attention.scores.SCALE
     if attention.keys.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
         acc_k = tl.where(is_real_row[:, None], acc_k, 0.0)
-    addresses.store_tile(
-        addresses.Rows(
-            dk + key_row * attention.D, D_STRIDE, attention.num_k, attention.D, attention.BD
-        ),
-        row, acc_k, BK,
-    )  # fmt: skip
-    addresses.store_tile(
-        addresses.Rows(
-            dv + key_row * attention.E, E_STRIDE, attention.num_k, attention.E, attention.BE
-        ),
-        row, acc_v, BK,
-    )  # fmt: skip
+    addresses.store_tile(dk + key_row * D, attention.key_rows, row, attention.num_k, acc_k, BK)
+    addresses.store_tile(dv + key_row * E, attention.value_rows, row, attention.num_k, acc_v, BK)

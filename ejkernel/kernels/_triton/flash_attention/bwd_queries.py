@@ -19,7 +19,7 @@ class RowSums(NamedTuple):
 
 @triton.jit
 def _over_keys(
-    acc, b_q, b_do, rows, keys, values, block, bounds, attention,
+    acc, b_q, b_do, rows, key, value, block, bounds, attention,
     BK: tl.constexpr, CHECKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds what blocks of keys give to dq in acc [BQ, BD]."""
@@ -27,8 +27,25 @@ def _over_keys(
     for j in range(bounds.first, bounds.last):
         masked = (j < bounds.full) | (j >= bounds.ragged)
         row = j * BK
-        b_k, b_v = masks.load_real_tiles(  # [BK, BD], [BK, BE]
-            keys, values, attention.keys, block.at.batch, row, BK, CHECKED
+        b_k = masks.load_real_tile(  # [BK, BD]
+            key,
+            attention.key_rows,
+            row,
+            attention.num_k,
+            attention.keys,
+            block.at.batch,
+            BK,
+            CHECKED,
+        )
+        b_v = masks.load_real_tile(  # [BK, BE]
+            value,
+            attention.value_rows,
+            row,
+            attention.num_k,
+            attention.keys,
+            block.at.batch,
+            BK,
+            CHECKED,
         )
         dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
         # a branch on `masked` before exp2 does not cut the flow of products
@@ -57,56 +74,39 @@ def flash_attention_bwd_dq_kernel(
 ):  # fmt: skip
     """EXACT, or if the array `large` says so, weights are exact: see `softmax.exponents`."""
     block = common.query_block(attention, schedule, BQ, REVERSED)
-    D_STRIDE: tl.constexpr = attention.HEADS * attention.D
-    K_STRIDE: tl.constexpr = attention.KEY_HEADS * attention.D
-    V_STRIDE: tl.constexpr = attention.KEY_HEADS * attention.E
+    query += block.query_row * attention.query_rows.WIDTH
+    dout += block.query_row * attention.out_rows.WIDTH
+    key += block.key_row * attention.key_rows.WIDTH
+    value += block.key_row * attention.value_rows.WIDTH
     b_q = addresses.load_tile(
-        addresses.Rows(
-            query + block.query_row * attention.D, D_STRIDE, attention.num_q, attention.D,
-            attention.BD,
-        ),
-        block.row, None, BQ, True,
-    )  # fmt: skip
+        query, attention.query_rows, block.row, attention.num_q, None, BQ, True
+    )  # [BQ, BD]
     b_do = addresses.load_tile(
-        addresses.Rows(
-            dout + block.query_row * attention.E, attention.HEADS * attention.E, attention.num_q,
-            attention.E, attention.BE,
-        ),
-        block.row, None, BQ, True,
-    )  # fmt: skip
-    key += block.key_row * attention.D
-    value += block.key_row * attention.E
+        dout, attention.out_rows, block.row, attention.num_q, None, BQ, True
+    )  # [BQ, BE]
     first_row = (block.at.batch * attention.HEADS + block.at.head) * attention.num_q  # in [b, h, t]
     rows = RowSums(
         addresses.load_row(lse + first_row, block.row, attention.num_q, BQ, 0.0),
         addresses.load_row(delta + first_row, block.row, attention.num_q, BQ, 0.0),
     )
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK)
-    acc = tl.zeros([BQ, attention.BD], tl.float32)
+    acc = tl.zeros([BQ, attention.query_rows.PADDED], tl.float32)
     split = last
     if large is not None:
         # One of the two loops is empty. A branch in a single loop would be predicated, and its
         # instructions would take their time in every call.
         split = tl.where(tl.load(large) != 0, first, last)
         acc = _over_keys(
-            acc, b_q, b_do, rows,
-            addresses.Rows(key, K_STRIDE, attention.num_k, attention.D, attention.BD),
-            addresses.Rows(value, V_STRIDE, attention.num_k, attention.E, attention.BE),
-            block, block_ranges.Bounds(split, full, ragged, last), attention, BK, CHECKED, True,
+            acc, b_q, b_do, rows, key, value, block,
+            block_ranges.Bounds(split, full, ragged, last), attention, BK, CHECKED, True,
         )  # fmt: skip
     acc = _over_keys(
-        acc, b_q, b_do, rows,
-        addresses.Rows(key, K_STRIDE, attention.num_k, attention.D, attention.BD),
-        addresses.Rows(value, V_STRIDE, attention.num_k, attention.E, attention.BE),
-        block, block_ranges.Bounds(first, full, ragged, split), attention, BK, CHECKED, EXACT,
+        acc, b_q, b_do, rows, key, value, block,
+        block_ranges.Bounds(first, full, ragged, split), attention, BK, CHECKED, EXACT,
     )  # fmt: skip
     acc *= attention.scores.SCALE
     if attention.queries.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
         acc = tl.where(is_real_row[:, None], acc, 0.0)
-    addresses.store_tile(
-        addresses.Rows(
-            dq + block.query_row * attention.D, D_STRIDE, attention.num_q, attention.D, attention.BD
-        ),
-        block.row, acc, BQ,
-    )  # fmt: skip
+    dq += block.query_row * attention.query_rows.WIDTH
+    addresses.store_tile(dq, attention.query_rows, block.row, attention.num_q, acc, BQ)

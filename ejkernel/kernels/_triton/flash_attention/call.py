@@ -133,10 +133,10 @@ class Call:
             HEADS=num_heads,
             KEY_HEADS=num_groups,
             GROUP=num_heads // num_groups,
-            D=d,
-            E=e,
-            BD=max(next_power_of_2(d), 16),
-            BE=max(next_power_of_2(e), 16),
+            query_rows=_rows(num_heads, d),
+            key_rows=_rows(num_groups, d),
+            value_rows=_rows(num_groups, e),
+            out_rows=_rows(num_heads, e),
             PRECISION=dot_precision(args.query.dtype),
             queries=block_ranges.token_bundle(of, 0, positions=given),
             keys=block_ranges.token_bundle(of, 1, positions=given),
@@ -165,6 +165,10 @@ class Call:
             return None
         threshold, factor = int(prob * 2.0**32), 1.0 / (1.0 - prob)
         return philox.Dropout(args.dropout_seed, args.dropout_offset, threshold, factor)
+
+
+def _rows(heads: int, width: int) -> addresses.Rows:
+    return addresses.Rows(heads * width, width, max(next_power_of_2(width), 16))
 
 
 def pairs(x: Any) -> addresses.Pairs | None:

@@ -29,7 +29,7 @@ _LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**100)
 
 @triton.jit
 def _add_values(
-    acc, p, j, values, block, attention, BK: tl.constexpr, CHECKED: tl.constexpr,
+    acc, p, j, value, block, attention, BK: tl.constexpr, CHECKED: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Adds the values of block j, with weights p [BQ, BK], to acc [BQ, BE].
@@ -42,11 +42,21 @@ def _add_values(
             attention.dropout, block.drop_batch, block.drop_head, block.o_q, row, p.shape[0], BK
         )
         p = tl.where(kept, p * attention.dropout.FACTOR, 0.0)
-    if CLEAN and (attention.keys.ids is not None):
-        real = masks.real_tokens(attention.keys, block.at.batch, row, attention.num_k, BK)
-        b_v = addresses.load_tile(values, row, real, BK, False)
+    if CLEAN:
+        b_v = masks.load_real_tile(
+            value,
+            attention.value_rows,
+            row,
+            attention.num_k,
+            attention.keys,
+            block.at.batch,
+            BK,
+            CHECKED,
+        )
     else:
-        b_v = addresses.load_tile(values, row, None, BK, CHECKED)  # [BK, BE]
+        b_v = addresses.load_tile(
+            value, attention.value_rows, row, attention.num_k, None, BK, CHECKED
+        )  # [BK, BE]
     return tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=attention.PRECISION)
 
 
@@ -65,13 +75,8 @@ def _store(acc, m, l, factor, sinks, block, attention, out, lse, BQ: tl.constexp
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
         acc = tl.where(is_real_row[:, None], acc, 0.0)
     acc *= (factor / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
-    out += block.query_row * attention.E
-    addresses.store_tile(
-        addresses.Rows(
-            out, attention.HEADS * attention.E, attention.num_q, attention.E, attention.BE
-        ),
-        block.row, acc, BQ,
-    )  # fmt: skip
+    out += block.query_row * attention.out_rows.WIDTH
+    addresses.store_tile(out, attention.out_rows, block.row, attention.num_q, acc, BQ)
     p_lse = lse + (block.at.batch * attention.HEADS + block.at.head) * attention.num_q + block.o_q
     tl.store(p_lse, softmax.logsumexp(m, l), mask=block.o_q < attention.num_q)
 
@@ -91,38 +96,26 @@ def flash_attention_fwd_careful_kernel(
         if tl.load(flags + tl.program_id(0)) == 0:
             return
     block = common.query_block(attention, schedule, BQ, REVERSED)
+    query += block.query_row * attention.query_rows.WIDTH
+    key += block.key_row * attention.key_rows.WIDTH
+    value += block.key_row * attention.value_rows.WIDTH
     b_q = addresses.load_tile(
-        addresses.Rows(
-            query + block.query_row * attention.D, attention.HEADS * attention.D,
-            attention.num_q, attention.D, attention.BD,
-        ),
-        block.row, None, BQ, True,
-    )  # fmt: skip
-    key += block.key_row * attention.D
-    value += block.key_row * attention.E
+        query, attention.query_rows, block.row, attention.num_q, None, BQ, True
+    )  # [BQ, BD]
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK * SPLIT)
     m = tl.full([BQ], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BQ], tl.float32)  # sum of weights exp(x - m)
-    acc = tl.zeros([BQ, attention.BE], tl.float32)  # weighted values
+    acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)  # weighted values
     for j in range(first * SPLIT, last * SPLIT):
         masked = (j < full * SPLIT) | (j >= ragged * SPLIT)
         row = j * BK
         b_k = addresses.load_tile(
-            addresses.Rows(
-                key, attention.KEY_HEADS * attention.D, attention.num_k, attention.D, attention.BD
-            ),
-            row, None, BK, CHECKED,
-        )  # fmt: skip
+            key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
+        )  # [BK, BD]
         dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
         x, _ = common.scores(dots, j, masked, block, attention, BK)
         m, l, p, alpha = softmax.update(m, l, x, attention.scores.FACTOR)
-        acc = _add_values(
-            acc * alpha[:, None], p, j,
-            addresses.Rows(
-                value, attention.KEY_HEADS * attention.E, attention.num_k, attention.E, attention.BE
-            ),
-            block, attention, BK, CHECKED, True,
-        )  # fmt: skip
+        acc = _add_values(acc * alpha[:, None], p, j, value, block, attention, BK, CHECKED, True)
     one = tl.full([BQ], 1.0, tl.float32)
     m *= attention.scores.FACTOR
     _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
@@ -135,42 +128,30 @@ def flash_attention_fwd_kernel(
 ):  # fmt: skip
     """Computes all blocks of queries with a fixed reference, and flags those that it cannot."""
     block = common.query_block(attention, schedule, BQ, REVERSED)
+    query += block.query_row * attention.query_rows.WIDTH
+    key += block.key_row * attention.key_rows.WIDTH
+    value += block.key_row * attention.value_rows.WIDTH
     b_q = addresses.load_tile(
-        addresses.Rows(
-            query + block.query_row * attention.D, attention.HEADS * attention.D,
-            attention.num_q, attention.D, attention.BD,
-        ),
-        block.row, None, BQ, True,
-    )  # fmt: skip
-    key += block.key_row * attention.D
-    value += block.key_row * attention.E
+        query, attention.query_rows, block.row, attention.num_q, None, BQ, True
+    )  # [BQ, BD]
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK)
     UNITS: tl.constexpr = attention.scores.FACTOR * softmax.LOG2_E  # of logits, in base 2
     m = tl.zeros([BQ], tl.float32)  # the reference of a row
     l = tl.zeros([BQ], tl.float32)
-    acc = tl.zeros([BQ, attention.BE], tl.float32)
+    acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)
     for j in range(first, last):
         masked = (j < full) | (j >= ragged)
         row = j * BK
         b_k = addresses.load_tile(
-            addresses.Rows(
-                key, attention.KEY_HEADS * attention.D, attention.num_k, attention.D, attention.BD
-            ),
-            row, None, BK, CHECKED,
-        )  # fmt: skip
+            key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
+        )  # [BK, BD]
         dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
         x, _ = common.scores(dots, j, masked, block, attention, BK)
         if j == first:
             m = softmax.finite(tl.max(x, 1))
         p = tl.math.exp2(tl.fma(x, UNITS, -(m * UNITS)[:, None]))  # [BQ, BK]
         l += tl.sum(p, 1)
-        acc = _add_values(
-            acc, p, j,
-            addresses.Rows(
-                value, attention.KEY_HEADS * attention.E, attention.num_k, attention.E, attention.BE
-            ),
-            block, attention, BK, CHECKED, False,
-        )  # fmt: skip
+        acc = _add_values(acc, p, j, value, block, attention, BK, CHECKED, False)
     is_real_row = (block.o_q < attention.num_q) & (block.ids >= 0) & (block.more_ids >= 0)
     in_range = (l >= _LEAST) & (l <= _MOST) & addresses.finite_rows(acc)
     flagged = tl.max((is_real_row & (in_range == 0)).to(tl.int32), 0)
