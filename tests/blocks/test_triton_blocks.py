@@ -216,12 +216,12 @@ def test_a_known_answer():
 
 @triton.jit
 def keep_kernel(
-    dropout, place, out, BQ: tl.constexpr, BK: tl.constexpr, KEYS: tl.constexpr,
+    dropout, offset, place, out, BQ: tl.constexpr, BK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A program for each block of keys."""
     first = tl.program_id(0) * BK
     o_q = tl.load(place + 2) + tl.arange(0, BQ)
-    i_b, i_h = philox.indices(dropout, tl.load(place), tl.load(place + 1))
+    i_b, i_h = philox.indices(offset, tl.load(place), tl.load(place + 1))
     kept = philox.keep(dropout, i_b, i_h, o_q, first, BQ, BK)
     o = tl.arange(0, BQ)[:, None] * KEYS + first + tl.arange(0, BK)[None, :]
     tl.store(out + o, kept.to(tl.int32))
@@ -231,7 +231,8 @@ def keep(seed, place, block, threshold, offset=None):
     made = triton_call(
         keep_kernel,
         inputs={
-            "dropout": philox.Dropout(seed, offset, threshold, 1.0),
+            "dropout": philox.Dropout(seed, threshold, 1.0),
+            "offset": offset,
             "place": np.asarray(place, np.int32),
         },
         outputs={"out": shape(4, 16, dtype=jnp.int32)},

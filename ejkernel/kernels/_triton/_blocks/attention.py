@@ -27,6 +27,7 @@ class Attention(NamedTuple):
     mask: Any  # `mask.Mask`
     scores: Any  # `logits.Scores`
     dropout: Any  # `philox.Dropout`, or None
+    drop_offset: Any  # uint32 [2], or None: batch and head of the first tile in the user's call
 
 
 # Ints that the code does not depend on: a call and its reduced twin share one compiled kernel.
@@ -70,7 +71,7 @@ def query_block(attention, schedule, BQ: tl.constexpr, REVERSED: tl.constexpr):
     more_ids = masks.load_ids(
         tokens.more_ids, tokens.more_ids_step, at.batch, row, attention.num_q, BQ
     )
-    drop_batch, drop_head = philox.indices(attention.dropout, i_b, i_h)
+    drop_batch, drop_head = philox.indices(attention.drop_offset, i_b, i_h)
     return QueryBlock(
         i_q,
         row,

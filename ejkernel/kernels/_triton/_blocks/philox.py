@@ -10,7 +10,6 @@ class Dropout(NamedTuple):
     """Dropout of weights; None in its place is none."""
 
     seed: Any  # uint32 [2]
-    offset: Any  # uint32 [2], or None: batch and head of the first tile in the user's call
     THRESHOLD: tl.constexpr  # words below it are dropped
     FACTOR: tl.constexpr  # of what is kept
 
@@ -37,12 +36,11 @@ def words(seed, c0, c1, c2, c3):
 
 
 @triton.jit
-def indices(dropout, i_b, i_h):
-    """Batch and head of a tile in the call as the user wrote it."""
-    if dropout is not None:
-        if dropout.offset is not None:
-            i_b += tl.load(dropout.offset).to(tl.int32)
-            i_h += tl.load(dropout.offset + 1).to(tl.int32)
+def indices(offset, i_b, i_h):
+    """Batch and head of a tile in the call as the user wrote it; `offset` is of the first tile."""
+    if offset is not None:
+        i_b += tl.load(offset).to(tl.int32)
+        i_h += tl.load(offset + 1).to(tl.int32)
     return i_b, i_h
 
 

@@ -169,7 +169,7 @@ def flash_attention_bwd_dkv_kernel(
         if dbias is not None:
             h_dbias = dbias + batch * sums.batch + at.head * sums.head
         slope = common.load_slope(attention.scores.slopes, i_h)
-        drop_batch, drop_head = philox.indices(attention.dropout, i_b, i_h)
+        drop_batch, drop_head = philox.indices(attention.drop_offset, i_b, i_h)
         head = Head(
             at, lse + first_row, delta + first_row, is_large, h_dbias, slope, drop_batch, drop_head
         )

@@ -143,6 +143,7 @@ class Call:
             mask=mask.Mask(window, pairs(self.mask), self.cut, self.masks),
             scores=self._scores(),
             dropout=self._dropout(),
+            drop_offset=args.dropout_offset if args.dropout_prob else None,
         )
 
     def _scores(self) -> logits.Scores:
@@ -164,7 +165,7 @@ class Call:
         if not (prob := args.dropout_prob):
             return None
         threshold, factor = int(prob * 2.0**32), 1.0 / (1.0 - prob)
-        return philox.Dropout(args.dropout_seed, args.dropout_offset, threshold, factor)
+        return philox.Dropout(args.dropout_seed, threshold, factor)
 
 
 def _rows(heads: int, width: int) -> addresses.Rows:
