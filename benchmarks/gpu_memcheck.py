@@ -3,7 +3,7 @@
 compute-sanitizer --tool memcheck python benchmarks/gpu_memcheck.py
 
 Sizes that no block divides, all options and gradients, ids and positions that are given, blocks
-that are done again because of nan behind a mask, and calls that a vmap folds into one grid.
+that are computed again because padding holds nan, and calls that a vmap folds into one grid.
 """
 
 import jax
@@ -39,7 +39,6 @@ def calls():
         },
     )
     yield "sinks", {"causal": True, "softmax_aux": jnp.ones((H, 3))}
-    # in bfloat16 by a polynomial, and blocks with logits above this low cap once more
     yield "segments", {"sliding_window": (17, 5), "logits_soft_cap": 0.7, **segments}
     yield "bias", {"bias": jax.random.normal(key, (1, H, 1, S)), "logits_soft_cap": 20.0}
     yield "ordered", {"bias": jax.random.normal(key, (B, 1, T, 1)), "deterministic": True}
@@ -64,8 +63,8 @@ def arrays(name, dtype):
     q, k, v = (jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
     if name == "packed":
         return [x[:1] for x in (q, k, v)]
-    if name == "hidden":  # the mask hides the first key from all
-        return [q, k.at[:, 0].set(jnp.nan), v.at[:, 0].set(jnp.nan)]
+    if name == "lengths":  # of 61 queries, and of 57 keys
+        return [q.at[0, 61:].set(jnp.nan), *(x.at[1, 57:].set(jnp.nan) for x in (k, v))]
     return [q, k, v]
 
 

@@ -45,10 +45,12 @@ class Compiler:
 
     def _kernel(self, eqn: Any) -> KernelReport:
         avals = [v.aval for v in eqn.invars]
-        made = _triton_call.compile_launch(eqn.params["launch"], avals, self._target)
+        launch = eqn.params["launch"]
+        made = _triton_call.compile_launch(launch, avals, self._target)
         usage: dict[str, Any]
         usage = _nvidia(made) if self._target.backend == "cuda" else amd_usage(made.asm["amdgcn"])
-        return KernelReport(name=made.name, shared_bytes=made.shared_bytes, **usage)
+        flops = None if launch.cost is None else launch.cost.flops
+        return KernelReport(name=made.name, shared_bytes=made.shared_bytes, flops=flops, **usage)
 
 
 def _nvidia(made: _triton_compile.Compiled) -> dict[str, int]:

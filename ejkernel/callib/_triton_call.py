@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import linecache
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,111 +12,115 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from ejkernel.callib import _triton_arguments as arguments
 from ejkernel.callib import (
     _triton_check,
     _triton_compile,
     _triton_interpret,
     _triton_jaxlib,
+    _triton_launch,
     _triton_source,
 )
-from ejkernel.callib._triton_compile import Compiled, Constants, Exact, GpuTarget, Signature
+from ejkernel.callib._triton_arguments import Array, Output
+from ejkernel.callib._triton_compile import Compiled, GpuTarget
+from ejkernel.callib._triton_launch import Cost, Launch
 from ejkernel.xla_utils import manual
 
-_MOST_PROGRAMS = _triton_check.MOST_PROGRAMS[1]  # beside the first axis of a grid
 
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A launch without its arrays; hashable, so that it can be a parameter of a primitive."""
-
-    kernel: Any
-    slots: tuple[Any, ...]  # a kernel's inputs: an index of an array, ("int", value), or None
-    grid: tuple[int, ...]
-    constants: Constants
-    options: tuple[tuple[str, Any], ...]
-    out: tuple[tuple[tuple[int, ...], str] | None, ...]  # shapes and dtypes; None: absent
-    zeroed: frozenset[int]
-    aliases: tuple[tuple[int, int], ...]
-    batch: tuple[int, tuple[bool, ...]] | None = (
-        None  # of vmap: its size, and the arrays that have it
-    )
-
-    def results(self) -> list[tuple[int, tuple[int, ...], Any]]:
-        """Index among the outputs, shape with the batch axis, and dtype of those that exist."""
-        lead = () if self.batch is None else (self.batch[0],)
-        return [
-            (i, (*lead, *o[0]), jnp.dtype(o[1])) for i, o in enumerate(self.out) if o is not None
-        ]
-
-
-def triton_call(
+def triton_call(  # noqa: PLR0913 (a public signature; all but the first by name)
     kernel: Any,
-    *inputs: Any,
+    *,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     grid: Sequence[int],
-    out_shape: Sequence[jax.ShapeDtypeStruct | None],
     num_warps: int = 4,
     num_stages: int = 3,
-    zeroed: Sequence[int] = (),
-    aliases: dict[int, int] | None = None,
+    zeroed: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
     options: dict[str, Any] | None = None,
+    cost: Cost | None = None,
     **constants: Any,
-) -> list[Any]:
+) -> dict[str, Any]:
     """Runs a `@triton.jit` kernel on JAX arrays; differentiation is the caller's.
 
-    The kernel's parameters are the inputs, then a pointer to each output, then its constants.
-    On a CPU the kernel runs in Triton's interpreter. Under `jax.vmap` the new axis becomes a free
-    axis of the grid, and an array without it is not copied.
+    Arguments are bound to the kernel's parameters by name. On a CPU the kernel runs in Triton's
+    interpreter. Under `jax.vmap` the new axis becomes a free axis of the grid, and an array without
+    it is not copied.
 
     Args:
       kernel: A function decorated with `triton.jit`.
-      *inputs: Arrays; ints, of which the compiled code knows only whether they are 1 or a multiple
-        of 16, and not even that for those in the kernel's `do_not_specialize`; None for an absent
-        array, a compile-time None to the kernel.
+      inputs: By parameter: an array; an int, of which the compiled code knows only whether it is 1
+        or a multiple of 16, and not even that if the kernel's `do_not_specialize` names it; None if
+        it is absent, a compile-time None to the kernel; or a bundle, a NamedTuple of these and of
+        further bundles. Members that the class annotates with `tl.constexpr` are compile-time
+        values. Elsewhere a member is named by its path, as in "scores.bias".
+      outputs: Shape and dtype by parameter; None for one that is not wanted, a compile-time None.
       grid: Number of programs along each of at most three axes.
-      out_shape: Shapes and dtypes of the outputs; None for one that is not wanted, a compile-time
-        None to the kernel too.
       num_warps: Warps to a program.
       num_stages: Depth of the software pipeline.
       zeroed: Outputs that start as zeros; the others start as whatever memory holds.
-      aliases: Index of an array among the inputs to the output that shares its memory.
+      aliases: For an output the array among the inputs whose memory it shares and starts as.
       options: Further options of Triton's compiler, such as `maxnreg`.
+      cost: What the launch computes, for the reports of `ejkernel.aot`.
       **constants: The kernel's `tl.constexpr` parameters.
+
+    Returns:
+      The outputs by name, None for those that are not wanted.
     """
     settings = {"num_warps": num_warps, "num_stages": num_stages}
-    _triton_check.check(kernel, inputs, grid, out_shape, zeroed, aliases or {}, constants)
+    given = _triton_check.Given(inputs, outputs, zeroed, aliases or {}, constants)
+    _triton_check.check(kernel, given, grid)
     _triton_check.check_options(kernel, settings, options or {})
-    constants = {n: v.item() if isinstance(v, np.generic) else v for n, v in constants.items()}
     arrays: list[jax.Array] = []
-    slots: list[Any] = []
-    for value in inputs:
-        if value is None:
-            slots.append(None)
-        elif isinstance(value, int | np.integer) and not isinstance(value, bool):
-            slots.append(("int", int(value)))
-        else:
-            slots.append(len(arrays))
-            arrays.append(jnp.asarray(value))
-    position = {i: slot for i, slot in enumerate(slots) if isinstance(slot, int)}
+    wanted = [name for name, shape in outputs.items() if shape is not None]
     launch = Launch(
         kernel=kernel,
-        slots=tuple(slots),
+        parameters=_parameters(kernel, given, wanted, arrays),
         grid=tuple(int(n) for n in grid),
-        constants=tuple((name, Exact(value)) for name, value in sorted(constants.items())),
         options=tuple(sorted({**settings, **(options or {})}.items())),
         out=tuple(
-            None if o is None else (tuple(o.shape), jnp.dtype(o.dtype).name) for o in out_shape
+            (tuple(o.shape), jnp.dtype(o.dtype).name) for o in outputs.values() if o is not None
         ),
-        zeroed=frozenset(zeroed),
-        aliases=tuple((position[i], o) for i, o in (aliases or {}).items()),
+        zeroed=frozenset(wanted.index(name) for name in zeroed if name in wanted),
+        aliases=(),
+        cost=cost,
     )
+    found = dict(arguments.all_leaves(kernel.arg_names, launch.parameters))
+    shared = {out: found[tuple(path.split("."))].index for out, path in (aliases or {}).items()}
+    pairs = tuple((array, wanted.index(out)) for out, array in shared.items())
+    launch = dataclasses.replace(launch, aliases=pairs)
     if 0 in launch.grid:
-        kept = {out: arrays[array] for array, out in launch.aliases}
-        return [
-            None if o is None else kept[i] if i in kept else jnp.zeros(o.shape, o.dtype)
-            for i, o in enumerate(out_shape)
-        ]
-    made = iter(triton_call_p.bind(*manual.vary_alike(arrays), launch=launch))
-    return [None if o is None else next(made) for o in out_shape]
+        results = {
+            name: arrays[shared[name]] if name in shared else jnp.zeros(shape, dtype)
+            for name, (shape, dtype) in zip(wanted, launch.out, strict=True)
+        }
+    else:
+        made = triton_call_p.bind(*manual.vary_alike(arrays), launch=launch)
+        results = dict(zip(wanted, made, strict=True))
+    return {name: results.get(name) for name in outputs}
+
+
+def _parameters(
+    kernel: Any, given: _triton_check.Given, wanted: Sequence[str], arrays: list[jax.Array]
+) -> tuple[Any, ...]:
+    """The trees of a kernel's parameters; their arrays are appended to `arrays`."""
+
+    def leaf(value: Any) -> Any:
+        if value is None:
+            return None
+        if arguments.is_int(value):
+            return int(value)
+        arrays.append(jnp.asarray(value))
+        return Array(len(arrays) - 1)
+
+    def parameter(name: str) -> Any:
+        if name in given.inputs:
+            return arguments.tree(given.inputs[name], leaf)
+        if name in given.outputs:
+            return Output(wanted.index(name)) if name in wanted else None
+        return arguments.tree(given.constants[name], leaf, constant=True)
+
+    return tuple(parameter(name) for name in kernel.arg_names)
 
 
 triton_call_p = Primitive("ejkernel_triton_call")
@@ -138,8 +140,8 @@ def _eager(*arrays: Any, launch: Launch) -> Any:
 @triton_call_p.def_abstract_eval
 def _abstract(*avals: Any, launch: Launch) -> list[Any]:
     if not avals:
-        return [jax.core.ShapedArray(shape, dtype) for _, shape, dtype in launch.results()]
-    return [manual.type_like(avals[0], shape, dtype) for _, shape, dtype in launch.results()]
+        return [jax.core.ShapedArray(shape, dtype) for shape, dtype in launch.results()]
+    return [manual.type_like(avals[0], shape, dtype) for shape, dtype in launch.results()]
 
 
 # vmap
@@ -157,7 +159,7 @@ def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, launch: Launch) -> Any
         moved, flags = _fold(moved, flags, size, launch.batch)
     total = size if launch.batch is None else size * launch.batch[0]
     flat = dataclasses.replace(launch, batch=None)
-    full = len(launch.grid) == 3 or (len(launch.grid) == 2 and total > _MOST_PROGRAMS)
+    full = len(launch.grid) == 3 or (len(launch.grid) == 2 and total > _triton_launch.MOST_PROGRAMS)
     # a kernel that looks at axes behind its grid must find one program there
     if full or any(axis >= len(launch.grid) for axis in _triton_source.grid_axes(launch.kernel)):
         some = [x for x, flag in zip(moved, flags, strict=True) if flag]
@@ -196,104 +198,7 @@ def _fold(
 batching.primitive_batchers[triton_call_p] = _batch
 
 
-@functools.lru_cache(maxsize=256)
-def _batched_kernel(kernel: Any, strided: tuple[str, ...], count: int, axis: int) -> Any:
-    """The kernel with its arrays moved along by the batch index; a free grid axis holds that.
-
-    Parameters: the kernel's own first `count`, the batch size, a stride for each name in
-    `strided`, then the kernel's constants.
-    """
-    import triton
-
-    names = kernel.arg_names
-    index, size, callee, tl = (_unused(n, names) for n in ("index", "size", "kernel", "tl"))
-    strides = {n: _unused(f"stride_{n}", names) for n in strided}
-    moved = [f"{n} + {index} * {strides[n]}" if n in strides else n for n in names[:count]]
-    constants = names[count:]
-    first = f"{tl}.program_id({axis})"
-    if axis == 1:  # two free axes: more programs than one of them may have
-        first += f" + {tl}.program_id(2) * {tl}.num_programs(1)"
-    head = [*names[:count], size, *strides.values()]
-    parameters = ", ".join([*head, *(f"{n}: {tl}.constexpr" for n in constants)])
-    arguments = ", ".join([*moved, *(f"{n}={n}" for n in constants)])
-    name = _unused(f"{kernel.fn.__name__}_batched", names)
-    text = (
-        f"def {name}({parameters}):\n"
-        f"    {index} = ({first}).to({tl}.int64)\n"
-        f"    if {index} < {size}:\n"
-        f"        {callee}({arguments})\n"
-    )
-    path = f"<{name} over axis {axis} of {'_'.join(strided)}>"
-    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    scope: dict[str, Any] = {callee: kernel, tl: triton.language, "__name__": __name__}
-    exec(compile(text, path, "exec"), scope)
-    loose = [names[i] for i in range(count) if kernel.params[i].do_not_specialize]
-    return triton.jit(do_not_specialize=loose, debug=kernel.debug)(scope[name])
-
-
-def _unused(name: str, names: Sequence[str]) -> str:
-    """A name that is none of a kernel's parameters."""
-    while name in names:
-        name += "_"
-    return name
-
-
 # Lowering
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Plan:
-    """What a GPU gets: a kernel, its grid, and its parameters in order."""
-
-    kernel: Any
-    grid: tuple[int, ...]  # three
-    signature: Signature
-    parameters: list[Any]  # ints, and (bytes to set to zero,) for arrays
-
-
-def _plan(launch: Launch, avals: Sequence[Any]) -> _Plan:
-    aliased = {out for _, out in launch.aliases}
-    # each parameter of the kernel: a dtype, an int or None; arrays with the bytes to set to zero
-    slots: list[tuple[Any, int]] = [
-        (None if s is None else avals[s].dtype if isinstance(s, int) else s[1], 0)
-        for s in launch.slots
-    ]
-    outs: list[tuple[Any, int]] = [(None, 0)] * len(launch.out)
-    for i, shape, dtype in launch.results():
-        zeroed = i in launch.zeroed and i not in aliased
-        outs[i] = (dtype, math.prod(shape) * dtype.itemsize if zeroed else 0)
-    slots += outs
-    kernel, grid = launch.kernel, launch.grid
-    if launch.batch is not None:
-        kernel, grid, extra = _over_batch(launch, avals)
-        slots += [(value, 0) for value in extra]
-    parameters = [
-        kind if isinstance(kind, int) else (zeros,)
-        for i, (kind, zeros) in enumerate(slots)
-        if kind is not None and not _triton_compile.folded(kernel, i, kind)
-    ]
-    signature = Signature(tuple(kind for kind, _ in slots), launch.constants)
-    return _Plan(kernel, (*grid, *(1,) * (3 - len(grid))), signature, parameters)
-
-
-def _over_batch(launch: Launch, avals: Sequence[Any]) -> tuple[Any, tuple[int, ...], list[int]]:
-    assert launch.batch is not None
-    size, flags = launch.batch
-    names = launch.kernel.arg_names
-    count = len(launch.slots) + len(launch.out)
-    strides = {
-        names[i]: math.prod(avals[slot].shape[1:])
-        for i, slot in enumerate(launch.slots)
-        if isinstance(slot, int) and flags[slot]
-    }
-    first = len(launch.slots)
-    strides |= {names[first + i]: math.prod(s[1:]) for i, s, _ in launch.results()}
-    axis = len(launch.grid)
-    kernel = _batched_kernel(launch.kernel, tuple(strides), count, axis)
-    extra = (size,)
-    if axis == 1 and size > _MOST_PROGRAMS:
-        extra = (_MOST_PROGRAMS, -(-size // _MOST_PROGRAMS))
-    return kernel, (*launch.grid, *extra), [size, *strides.values()]
 
 
 def launches(jaxpr: Any) -> Iterator[Any]:
@@ -309,20 +214,16 @@ def launches(jaxpr: Any) -> Iterator[Any]:
 
 def compile_launch(launch: Launch, avals: Sequence[Any], target: GpuTarget) -> Compiled:
     """The machine code of a launch for a target, on any machine."""
-    plan = _plan(launch, avals)
+    plan = _triton_launch.plan(launch, avals)
     return _triton_compile.compile_kernel(plan.kernel, plan.signature, launch.options, target)
 
 
 def _lower_gpu(platform: str, ctx: Any, *operands: Any, launch: Launch) -> Any:
     target = _forced_target.get() or _triton_jaxlib.device_target(platform)
-    plan = _plan(launch, ctx.avals_in)
+    plan = _triton_launch.plan(launch, ctx.avals_in)
     compiled = _triton_compile.compile_kernel(plan.kernel, plan.signature, launch.options, target)
-    order = [i for i, _, _ in launch.results()]
-    facts = {
-        "grid": plan.grid,
-        "name": launch.kernel.fn.__name__,
-        "aliases": [(a, order.index(o)) for a, o in launch.aliases],
-    }
+    name, aliases = launch.kernel.fn.__name__, launch.aliases
+    facts = {"grid": plan.grid, "name": name, "aliases": aliases}
     return _triton_jaxlib.lower(ctx, operands, compiled, target, plan.parameters, facts)
 
 
@@ -349,7 +250,7 @@ lower_for = _forced_target.set
 
 
 def _interpret(*arrays: Any, launch: Launch) -> Any:
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in launch.results()]
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in launch.results()]
 
     def host(*given: Any) -> list[np.ndarray]:
         return _run_on_host([np.ascontiguousarray(np.asarray(x)) for x in given], launch)
@@ -360,28 +261,28 @@ def _interpret(*arrays: Any, launch: Launch) -> Any:
 def _run_on_host(arrays: list[np.ndarray], launch: Launch) -> list[np.ndarray]:
     size, flags = launch.batch or (1, (False,) * len(arrays))
     aliased = {out: array for array, out in launch.aliases}
+    shapes = dataclasses.replace(launch, batch=None).results()
     results: list[list[Any]] = [[] for _ in launch.out]
     for v in range(size):
         local = [x[v] if flag else x for x, flag in zip(arrays, flags, strict=True)]
-        outs: list[Any] = [None] * len(launch.out)
-        for i, shape, dtype in dataclasses.replace(launch, batch=None).results():
+        outs: list[Any] = []
+        for i, (shape, dtype) in enumerate(shapes):
             if i in aliased:
-                outs[i] = local[aliased[i]] = local[aliased[i]].copy()
+                local[aliased[i]] = local[aliased[i]].copy()
+                outs.append(local[aliased[i]])
             elif i in launch.zeroed:
-                outs[i] = np.zeros(shape, dtype)
+                outs.append(np.zeros(shape, dtype))
             else:
-                outs[i] = _triton_interpret.poisoned(shape, dtype)
-        inputs = [
-            None if slot is None else local[slot] if isinstance(slot, int) else slot[1]
-            for slot in launch.slots
-        ]
-        parameters = [*inputs, *outs]
-        constants = _triton_compile.values(launch.constants)
-        _triton_interpret.run(launch.kernel, parameters, constants, launch.grid)
+                outs.append(_triton_interpret.poisoned(shape, dtype))
+        memory = {Array: local, Output: outs}
+        take = lambda leaf, memory=memory: (
+            memory[type(leaf)][leaf.index] if type(leaf) in memory else leaf
+        )
+        trees = [arguments.replaced(tree, take) for tree in launch.parameters]
+        _triton_interpret.run(launch.kernel, trees, launch.grid)
         for made, out in zip(results, outs, strict=True):
             made.append(out)
-    kept = [made for made in results if made[0] is not None]
-    return [np.stack(made) if launch.batch is not None else made[0] for made in kept]
+    return [np.stack(made) if launch.batch is not None else made[0] for made in results]
 
 
 mlir.register_lowering(

@@ -1,55 +1,72 @@
 """Refuses calls of kernels that would touch foreign memory, or fail without a word."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.callib import _triton_arguments as arguments
 from ejkernel.callib import _triton_compile
 
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)  # along each axis of a grid
 
 
-def check(
-    kernel: Any,
-    inputs: Sequence[Any],
-    grid: Sequence[int],
-    outputs: Sequence[Any],
-    zeroed: Sequence[int],
-    aliases: Mapping[int, int],
-    constants: Mapping[str, Any],
-) -> None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Given:
+    """What a caller binds to a kernel's parameters."""
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    zeroed: Sequence[str]
+    aliases: Mapping[str, str]
+    constants: Mapping[str, Any]
+
+
+def constant_parameters(kernel: Any) -> frozenset[str]:
+    """The parameters of a kernel that it annotates with `tl.constexpr`."""
+    found = getattr(kernel.fn, "__annotations__", {}).items()
+    name = lambda annotation: getattr(annotation, "__name__", str(annotation))
+    return frozenset(n for n, annotation in found if name(annotation).endswith("constexpr"))
+
+
+def check(kernel: Any, given: Given, grid: Sequence[int]) -> None:
     """Raises, with the name of the kernel and of what is wrong."""
     what = _name(kernel)
-    names = list(kernel.arg_names)
-    for name, given in (("grid", grid), ("out_shape", outputs), ("zeroed", zeroed)):
-        if not isinstance(given, Sequence):
-            raise TypeError(f"{what}: `{name}` must be a sequence; got {given!r}.")
-    for i, output in enumerate(outputs):
-        if output is not None and not (hasattr(output, "shape") and hasattr(output, "dtype")):
-            raise TypeError(
-                f"{what}: `out_shape[{i}]` must be a jax.ShapeDtypeStruct or None; got {output!r}."
-            )
-    _check_names(what, names, len(inputs), len(outputs), constants)
-    for name, value in constants.items():
+    for name, value, kind, words in (
+        ("inputs", given.inputs, Mapping, "map names of the kernel's parameters to values"),
+        ("outputs", given.outputs, Mapping, "map names of the kernel's parameters to shapes"),
+        ("aliases", given.aliases, Mapping, "map names of outputs to names of inputs"),
+        ("grid", grid, Sequence, "be a sequence"),
+        ("zeroed", given.zeroed, Sequence, "be a sequence of names"),
+    ):
+        if not isinstance(value, kind) or isinstance(value, str):
+            raise TypeError(f"{what}: `{name}` must {words}; got {value!r}.")
+    _check_names(what, kernel, given)
+    for name, value in given.constants.items():
         _check_hashable(what, f"the constant `{name}`", value)
-    _check_inputs(what, kernel, inputs)
-    for name, value in zip(names, (*inputs, *outputs), strict=False):
-        dtype = getattr(value, "dtype", None)
-        if isinstance(value, list | tuple):
-            dtype = np.asarray(value).dtype
-        if dtype is not None and not _triton_compile.has_type(dtype):
-            raise TypeError(f"{what}: `{name}` is of {dtype}, of which Triton has no arrays.")
+    for name, output in given.outputs.items():
+        if output is None:
+            continue
+        if not (hasattr(output, "shape") and hasattr(output, "dtype")):
+            raise TypeError(
+                f"{what}: the output `{name}` must be a jax.ShapeDtypeStruct or None; got "
+                f"{output!r}."
+            )
+        _check_dtype(what, name, output.dtype)
+    for name, value in given.inputs.items():
+        for path, leaf, constant in arguments.given(value, (name,)):
+            _check_leaf(what, ".".join(path), leaf, constant)
     inside = (_is_int(n) and 0 <= n <= most for n, most in zip(grid, MOST_PROGRAMS, strict=False))
     if not 1 <= len(grid) <= 3 or not all(inside):
         raise ValueError(
             f"{what}: `grid` must be one to three ints, of at most {MOST_PROGRAMS} programs; "
             f"got {tuple(grid)}."
         )
-    if lost := [i for i in zeroed if i not in range(len(outputs))]:
-        raise ValueError(f"{what}: `zeroed` names the outputs {lost}; there are {len(outputs)}.")
-    _check_aliases(what, inputs, outputs, aliases)
+    if lost := [name for name in given.zeroed if name not in given.outputs]:
+        raise ValueError(f"{what}: `zeroed` names {lost}; the outputs are {sorted(given.outputs)}.")
+    _check_aliases(what, given)
 
 
 def check_options(kernel: Any, settings: Mapping[str, int], options: Mapping[str, Any]) -> None:
@@ -106,62 +123,83 @@ def _check_hashable(what: str, name: str, value: Any) -> None:
         ) from None
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+_is_int = arguments.is_int
 
 
-def _check_inputs(what: str, kernel: Any, inputs: Sequence[Any]) -> None:
-    params = getattr(kernel, "params", ())
-    fixed = {p.name for p in params if p.is_constexpr}
-    for name, value in zip(kernel.arg_names, inputs, strict=False):
-        if isinstance(value, bool | float | complex):
-            raise TypeError(
-                f"{what}: `{name}` must be an array, an int or None; got {value!r}. Pass an array, "
-                "or make it a `tl.constexpr`."
-            )
-        if name in fixed and value is not None:
-            raise TypeError(
-                f"{what}: `{name}` is a `tl.constexpr` of the kernel, and no input; got {value!r}. "
-                "Constants come behind the outputs, and are given by name."
-            )
-        if _is_int(value) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{what}: `{name}` must fit 64 bits; got {value}.")
+_TAKEN = ("type", "values")  # attributes of the tuples that Triton's compiler makes of bundles
 
 
-def _check_names(
-    what: str, names: Sequence[str], num_in: int, num_out: int, constants: Mapping[str, Any]
-) -> None:
-    given = f"got {num_in} inputs, {num_out} outputs and the constants {sorted(constants)}"
-    rest = names[num_in + num_out :]
-    if num_in + num_out > len(names):
-        problem = "fewer than those"
-    elif missing := [name for name in rest if name not in constants]:
-        problem = f"`{missing[0]}` is missing"
-    elif unknown := [name for name in constants if name not in rest]:
-        problem = f"`{unknown[0]}` is none of the last ones"
-    else:
+def _check_leaf(what: str, name: str, value: Any, constant: bool) -> None:
+    if taken := [part for part in name.split(".")[1:] if part in _TAKEN]:
+        raise TypeError(f"{what}: `{name}` has the name {taken[0]!r}, which Triton needs itself.")
+    if constant:
+        _check_hashable(what, f"the constant `{name}`", value)
         return
-    raise TypeError(
-        f"{what}: {given}; the kernel's parameters, in that order, are {list(names)}: {problem}."
-    )
+    if isinstance(value, bool | float | complex | str):
+        raise TypeError(
+            f"{what}: `{name}` must be an array, an int or None; got {value!r}. Pass an array, "
+            "or make it a `tl.constexpr`."
+        )
+    if _is_int(value) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{what}: `{name}` must fit 64 bits; got {value}.")
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, list | tuple):
+        dtype = np.asarray(value).dtype
+    if dtype is not None:
+        _check_dtype(what, name, dtype)
 
 
-def _check_aliases(
-    what: str, inputs: Sequence[Any], outputs: Sequence[Any], aliases: Mapping[int, int]
-) -> None:
-    if len(set(aliases.values())) < len(aliases):
-        raise ValueError(f"{what}: `aliases` gives one output to two inputs; got {dict(aliases)}.")
-    for i, o in aliases.items():
-        array, output = _kind(inputs, i), _kind(outputs, o)
+def _check_dtype(what: str, name: str, dtype: Any) -> None:
+    if not _triton_compile.has_type(dtype):
+        raise TypeError(f"{what}: `{name}` is of {dtype}, of which Triton has no arrays.")
+
+
+def _check_names(what: str, kernel: Any, given: Given) -> None:
+    names, fixed = list(kernel.arg_names), constant_parameters(kernel)
+    parts = {"inputs": given.inputs, "outputs": given.outputs, "constants": given.constants}
+    bound = [name for part in parts.values() for name in part]
+    problem = None
+    if unknown := [name for name in bound if name not in names]:
+        problem = f"`{unknown[0]}` is none of them"
+    elif missing := [name for name in names if name not in bound]:
+        problem = f"`{missing[0]}` is missing"
+    elif twice := [name for name in names if bound.count(name) > 1]:
+        problem = f"`{twice[0]}` is given twice"
+    elif wrong := [name for name in names if (name in given.constants) != (name in fixed)]:
+        problem = (
+            f"`{wrong[0]}` is {'a' if wrong[0] in fixed else 'no'} `tl.constexpr` of the kernel"
+        )
+    if problem:
+        got = ", ".join(f"{part} {list(values)}" for part, values in parts.items())
+        raise TypeError(f"{what}: got {got}; the kernel's parameters are {names}: {problem}.")
+    for name in getattr(kernel, "do_not_specialize", None) or ():
+        if isinstance(name, str) and name.split(".")[0] not in names:
+            raise ValueError(
+                f"{what}: `do_not_specialize` names {name!r}; the kernel's parameters are {names}."
+            )
+
+
+def _check_aliases(what: str, given: Given) -> None:
+    if len(set(given.aliases.values())) < len(given.aliases):
+        raise ValueError(
+            f"{what}: `aliases` gives one input to two outputs; got {dict(given.aliases)}."
+        )
+    found = {
+        ".".join(path): leaf
+        for name, value in given.inputs.items()
+        for path, leaf, constant in arguments.given(value, (name,))
+        if not constant
+    }
+    for out, path in given.aliases.items():
+        array, output = _kind(found.get(path)), _kind(given.outputs.get(out))
         if array is None or array != output:
             raise ValueError(
-                f"{what}: `aliases` must map an array to an output of its shape and dtype; input "
-                f"{i} is {array or 'no array'}, output {o} is {output or 'absent'}."
+                f"{what}: `aliases` must map an output to an array of its shape and dtype; output "
+                f"`{out}` is {output or 'absent'}, input `{path}` is {array or 'no array'}."
             )
 
 
-def _kind(values: Sequence[Any], index: int) -> str | None:
-    value = values[index] if index in range(len(values)) else None
+def _kind(value: Any) -> str | None:
     if not hasattr(value, "dtype"):
         return None
     return f"{jnp.dtype(value.dtype).name}{list(value.shape)}"

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel import _device, _folders, _settings
+from ejkernel.callib import _triton_arguments as arguments
 from ejkernel.callib import _triton_source
 from ejkernel.errors import CompilationError, EjkernelWarning
 
@@ -76,35 +76,11 @@ class GpuTarget:
         return f"{self.backend}:{'sm_' if self.backend == 'cuda' else ''}{self.arch}"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Exact:
-    """A compile-time value: 1, 1.0 and True make three kernels, and so do 0.0 and -0.0."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Exact) or type(self.value) is not type(other.value):
-            return False
-        a, b = self.value, other.value
-        return repr(a) == repr(b) and bool(a is b or a == b or a != a)  # the last: nan
-
-    def __hash__(self) -> int:
-        return hash((type(self.value), repr(self.value)))
-
-
-Constants = tuple[tuple[str, Exact], ...]
-
-
-def values(constants: Constants) -> dict[str, Any]:
-    return {name: exact.value for name, exact in constants}
-
-
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A kernel's parameters: a dtype of an array, an int, or None; and its compile-time values."""
+    """A tree for each parameter of a kernel; its leaves are dtypes, ints, `Exact` and None."""
 
     parameters: tuple[Any, ...]
-    constants: Constants
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,12 +113,6 @@ def int_type(value: int) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def folded(kernel: Any, index: int, value: Any) -> bool:
-    """Whether an int is compiled in: 1 is, so that a stride of 1 is known to be contiguous."""
-    one = isinstance(value, int) and value == 1
-    return one and not kernel.params[index].do_not_specialize
-
-
 @functools.cache
 def _source_type() -> Any:
     """Triton's source, under a key that tells types and values read through modules apart."""
@@ -162,21 +132,31 @@ def _source_type() -> Any:
 
 
 def _source(kernel: Any, signature: Signature) -> Any:
-    constants = values(signature.constants)
-    types, attributes = {}, {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, signature.parameters, strict=False)):
-        if value is None or folded(kernel, i, value):
-            constants[name] = value
-        elif isinstance(value, int):
-            types[name] = int_type(value)
-            if value % 16 == 0 and not kernel.params[i].do_not_specialize:
-                attributes[(i,)] = _ALIGNED
+    """Triton's source; values and attributes of members are keyed by their indices."""
+    constants, attributes = {}, {}
+
+    def name(tree: Any, path: arguments.Path, place: tuple[int, ...]) -> Any:
+        if isinstance(tree, arguments.Bundle):
+            members = zip(tree.kind._fields, tree.members, strict=True)
+            return tree.kind(
+                *(name(x, (*path, field), (*place, i)) for i, (field, x) in enumerate(members))
+            )
+        if isinstance(tree, arguments.Exact):
+            constants[place] = tree.value
+        elif tree is None or arguments.folded(kernel, path, tree):
+            constants[place] = tree
+        elif isinstance(tree, int):
+            if tree % 16 == 0 and not arguments.unspecialised(kernel, path):
+                attributes[place] = _ALIGNED
+            return int_type(tree)
         else:
-            types[name] = pointer_type(value)
-            attributes[(i,)] = _ALIGNED
-    types |= dict.fromkeys(constants, "constexpr")
-    ordered = {name: types[name] for name in kernel.arg_names}
-    return _source_type()(fn=kernel, signature=ordered, constexprs=constants, attrs=attributes)
+            attributes[place] = _ALIGNED
+            return pointer_type(tree)
+        return "constexpr"
+
+    pairs = zip(kernel.arg_names, signature.parameters, strict=True)
+    types = {n: name(tree, (n,), (i,)) for i, (n, tree) in enumerate(pairs)}
+    return _source_type()(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
 
 
 def cache_folder() -> pathlib.Path:
@@ -233,20 +213,8 @@ def _cache(folder: pathlib.Path, anew: bool) -> Iterator[None]:
         yield
 
 
-class _DamagedError(Exception):
-    """Files of a kernel are not what was written."""
-
-
 # what reading raises when a file was cut short, emptied, removed or written by another
-_UNREADABLE = (
-    _DamagedError,
-    json.JSONDecodeError,
-    UnicodeDecodeError,
-    LookupError,
-    FileNotFoundError,
-    TypeError,
-    AttributeError,
-)
+_UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, LookupError, FileNotFoundError)
 
 
 def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
@@ -261,54 +229,17 @@ def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
 
 
 def _kept_in(folder: pathlib.Path, source: Any, target: Any, options: dict[str, Any]) -> Any:
-    """Triton's result with its files in a folder; made again where these are damaged."""
+    """Triton's result with its files in a folder; what cannot be read there is compiled again."""
     import triton
 
-    def run(anew: bool) -> Any:
-        with _cache(folder, anew):
-            found = counts["found"]
-            result = triton.compile(source, target=target, options=options)
-            _verify(result, from_disk=counts["found"] > found)
+    with _cache(folder, anew=False), contextlib.suppress(*_UNREADABLE):
+        result = triton.compile(source, target=target, options=options)
+        if result.asm.get("ttir") and result.asm.get(
+            "ptx" if target.backend == "cuda" else "hsaco"
+        ):
             return result
-
-    try:
-        return run(anew=False)
-    except _UNREADABLE as error:
-        problem = f"{type(error).__name__}: {error}"
-    result = run(anew=True)
-    warnings.warn(
-        f"A compiled Triton kernel, `{source.fn.__name__}` in {folder}, could not be read "
-        f"({problem}); it was compiled again.",
-        EjkernelWarning,
-        stacklevel=2,
-    )
-    return result
-
-
-def _verify(result: Any, from_disk: bool) -> None:
-    """Holds what was read to the checksum beside it; writes one where there is none."""
-    digest = hashlib.sha256()
-    for kind, content in sorted(result.asm.items()):
-        digest.update(kind.encode())
-        digest.update(content if isinstance(content, bytes) else content.encode())
-    if not all(result.asm.get(kind) for kind in _needed(result)):
-        raise _DamagedError("a part is missing")
-    path = pathlib.Path(next(iter(result.metadata_group.values()))).parent / "ejkernel.sha256"
-    if from_disk and path.exists():
-        if path.read_text() != digest.hexdigest():
-            raise _DamagedError("its checksum is another")
-        return
-    with (
-        contextlib.suppress(OSError),
-        tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file,
-    ):
-        file.write(digest.hexdigest())
-        file.close()
-        os.replace(file.name, path)
-
-
-def _needed(result: Any) -> tuple[str, ...]:
-    return ("ttir", "ptx" if result.metadata.target.backend == "cuda" else "hsaco")
+    with _cache(folder, anew=True):
+        return triton.compile(source, target=target, options=options)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -326,7 +257,7 @@ def compile_kernel(
     _check_options(kernel, chosen, target)
     made = GPUTarget(target.backend, target.arch, 32 if target.backend == "cuda" else 64)
     source = _source(kernel, signature)
-    how = f"{values(signature.constants)} and {dict(options)}"
+    how = f"{arguments.constants(kernel.arg_names, signature.parameters)} and {dict(options)}"
     with LOCK:
         try:
             result = _compiled(source, made, chosen)

@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.callib import _triton_arguments as arguments
+from ejkernel.callib import _triton_check
+from ejkernel.callib._triton_arguments import Exact
 from ejkernel.callib._triton_compile import LOCK, pointer_type
+
+_unfinished: dict[Any, Any] = {}  # twins whose globals are being filled
 
 
 @functools.lru_cache(maxsize=1024)
@@ -22,23 +27,28 @@ def _twin(kernel: Any) -> Any:
     """An interpreted copy of a `@triton.jit` function and, through its globals, of its helpers."""
     from triton.runtime.interpreter import InterpretedFunction
 
+    if kernel in _unfinished:  # a member that it reads may have its own name
+        return _unfinished[kernel]
     original = kernel.fn
-    names = _names(original.__code__)
-    scope = {
-        name: _replaced(value, names) if name in names else value
-        for name, value in original.__globals__.items()
-    }
-    cells = original.__closure__ or ()
-    # Triton compiles the text of the function anew, where all names are global
-    for name, cell in zip(original.__code__.co_freevars, cells, strict=True):
-        scope[name] = _replaced(cell.cell_contents, names)
+    scope: dict[str, Any] = {}
     copy = types.FunctionType(
         original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
     )
     copy.__kwdefaults__ = original.__kwdefaults__
     copy.__annotations__ = original.__annotations__
     copy.__module__ = original.__module__
-    return InterpretedFunction(copy)
+    _unfinished[kernel] = twin = InterpretedFunction(copy)
+    try:
+        names = _names(original.__code__)
+        for name, value in original.__globals__.items():
+            scope[name] = _replaced(value, names) if name in names else value
+        cells = original.__closure__ or ()
+        # Triton compiles the text of the function anew, where all names are global
+        for name, cell in zip(original.__code__.co_freevars, cells, strict=True):
+            scope[name] = _replaced(cell.cell_contents, names)
+    finally:
+        del _unfinished[kernel]
+    return twin
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -89,19 +99,22 @@ def _interpreted_language() -> Iterator[None]:
         for name, value in vars(module).items()
         if isinstance(value, JITFunction)
     ]
-    patch = interpreter._patch_lang
+    patch, convert = interpreter._patch_lang, interpreter._implicit_cvt
+    # compile-time members of a bundle reach a kernel as plain values, as its own constants do
+    unwrap = lambda value: value.value if isinstance(value, tl.constexpr) else convert(value)
     nothing = types.SimpleNamespace(restore=lambda: None)
     try:
         for module, name, twin in twins:
             setattr(module, name, twin)
         patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
         interpreter._patch_lang = lambda fn: nothing
+        interpreter._implicit_cvt = unwrap
         for name, method in _with_bfloat16(builder).items():
             setattr(builder, name, method)
         reduction.apply = _reduction_with_bfloat16(reduction.apply)
         yield
     finally:
-        interpreter._patch_lang = patch
+        interpreter._patch_lang, interpreter._implicit_cvt = patch, convert
         for place, content in kept:
             _put_back(place, content)
 
@@ -248,21 +261,38 @@ def poisoned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return array
 
 
-def run(
-    kernel: Any, parameters: Sequence[Any], constants: dict[str, Any], grid: tuple[int, ...]
-) -> None:
-    """Runs a kernel on NumPy arrays, ints and None, in place."""
+def run(kernel: Any, parameters: Sequence[Any], grid: tuple[int, ...]) -> None:
+    """Runs a kernel in place; among the leaves of its parameters, NumPy arrays are pointers."""
     from triton.runtime.errors import InterpreterError
 
-    given = [_Tensor(p) if isinstance(p, np.ndarray) else p for p in parameters]
+    fixed = _triton_check.constant_parameters(kernel)
     with LOCK:  # compiling must not see the patched language, nor must the making of a twin
         twin = _twin(kernel)
-        constants = {name: _replaced(value) for name, value in constants.items()}
+        given = {
+            name: arguments.named_tuples(arguments.replaced(tree, _leaf(name in fixed)))
+            for name, tree in zip(kernel.arg_names, parameters, strict=True)
+        }
         with _interpreted_language(), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # as a device: a row of nan is one
             try:
-                twin.run(*given, grid=grid, warmup=False, **constants)
+                twin.run(grid=grid, warmup=False, **given)
             except InterpreterError as error:  # whatever a kernel raises, Triton makes one of it
                 what = f"Triton kernel `{kernel.fn.__name__}`, interpreted on the CPU"
+                constants = arguments.constants(kernel.arg_names, parameters)
                 error.add_note(f"{what}, with {constants} and the grid {grid}.")
                 raise
+
+
+def _leaf(bare: bool) -> Any:
+    """What the interpreter takes for a leaf; a compile-time value in a bundle is wrapped."""
+    import triton.language as tl
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return _Tensor(value)
+        if isinstance(value, Exact):
+            value = _replaced(value.value)
+            return value if bare else tl.constexpr(value)
+        return value
+
+    return leaf

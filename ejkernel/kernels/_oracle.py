@@ -30,6 +30,8 @@ class Problem:
     wanted: tuple[str, ...]
     oracle: Answer
     naive: Answer
+    # what gradients would be if nothing cancelled, where an op knows it: see `OpSpec.magnitudes`
+    magnitudes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def compiler_options(target: Any) -> dict[str, Any] | None:
@@ -51,13 +53,13 @@ def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None)
         jax.random.normal(k, o.shape, jnp.float32).astype(o.dtype)
         for k, o in zip(keys, outputs, strict=True)
     )
-    naive = _reference(spec, args, cotangents, wanted, options)
+    naive, _ = _reference(spec, args, cotangents, wanted, options)
     benchmark.look()
     wider = _WIDER.get(str(_leading_dtype(args)), jnp.float32)
     with jax.enable_x64(True):
         wide_args, wide_cotangents = _cast((args, cotangents), wider)
-        oracle = _reference(spec, wide_args, wide_cotangents, wanted, options)
-    return Problem(args, cotangents, wanted, oracle, naive)
+        oracle, sizes = _reference(spec, wide_args, wide_cotangents, wanted, options, sizes=True)
+    return Problem(args, cotangents, wanted, oracle, naive, sizes)
 
 
 def _leading_dtype(args: Any) -> Any:
@@ -73,9 +75,16 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 
 def _reference(
-    spec: OpSpec, args: Any, cotangents: Any, wanted: tuple[str, ...], options: Any
-) -> Answer:
+    spec: OpSpec,
+    args: Any,
+    cotangents: Any,
+    wanted: tuple[str, ...],
+    options: Any,
+    sizes: bool = False,
+) -> tuple[Answer, dict[str, np.ndarray]]:
+    """The answer of the reference and, if asked for, the magnitudes of its gradients."""
     reference = spec.reference_fn()
+    magnitudes = spec.magnitudes_fn() if sizes and wanted else lambda *_: {}
     # one compilation is quicker than one for every operation; ids and lengths stay concrete
     traced = {n: x for n, x in args.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
@@ -86,10 +95,12 @@ def _reference(
             *(traced[name] for name in wanted),
         )
         pairs = zip(cotangents, outputs, strict=True)
-        return outputs, pull(tuple(c.astype(o.dtype) for c, o in pairs))
+        pulled = pull(tuple(c.astype(o.dtype) for c, o in pairs))
+        return outputs, pulled, magnitudes(here, outputs, cotangents)
 
-    outputs, gradients = jax.jit(both, compiler_options=options)(traced, cotangents)
-    return answer(spec, args, outputs, dict(zip(wanted, gradients, strict=True)))
+    outputs, gradients, found = jax.jit(both, compiler_options=options)(traced, cotangents)
+    made = answer(spec, args, outputs, dict(zip(wanted, gradients, strict=True)))
+    return made, {name: np.asarray(x, np.float64) for name, x in found.items()}
 
 
 def answer(spec: OpSpec, args: Any, outputs: Any, gradients: dict[str, Any]) -> Answer:
@@ -107,13 +118,23 @@ def mismatch(actual: Answer, problem: Problem) -> str | None:
     for kind in ("outputs", "gradients"):
         for name, value in getattr(actual, kind).items():
             oracle, naive = (getattr(x, kind)[name] for x in (problem.oracle, problem.naive))
-            if (reason := compare(value, oracle, naive, eps)) is not None:
+            size = problem.magnitudes.get(name) if kind == "gradients" else None
+            if (reason := compare(value, oracle, naive, eps, size)) is not None:
                 return f"{name}: {reason}"
     return None
 
 
-def compare(actual: np.ndarray, oracle: np.ndarray, naive: np.ndarray, eps: float) -> str | None:
-    """Why an array is not the oracle's; None when it is."""
+def compare(
+    actual: np.ndarray,
+    oracle: np.ndarray,
+    naive: np.ndarray,
+    eps: float,
+    magnitude: np.ndarray | None = None,
+) -> str | None:
+    """Why an array is not the oracle's; None when it is.
+
+    Rounding errors of numbers as large as `magnitude` are allowed even where the oracle is 0.
+    """
     if actual.shape != oracle.shape:
         return f"shape {actual.shape}, not {oracle.shape}"
     finite = np.isfinite(oracle)
@@ -125,10 +146,11 @@ def compare(actual: np.ndarray, oracle: np.ndarray, naive: np.ndarray, eps: floa
         return None
     actual, oracle, naive = actual[finite], oracle[finite], naive[finite]
     error, allowed, size = np.abs(actual - oracle), np.abs(naive - oracle), np.abs(oracle)
-    worst = 2 * allowed.max() + 4 * eps * max(size.max(), 1e-3)
+    magnitude = np.zeros(1) if magnitude is None or not magnitude.size else magnitude
+    worst = 2 * allowed.max() + eps * max(4 * size.max(), 4e-3, magnitude.max())
     if error.max() > worst:
         return f"error {error.max():.3g}, allowed {worst:.3g}"
-    typical = 2 * _rms(allowed) + 2 * eps * max(_rms(size), 1e-3)
+    typical = 2 * _rms(allowed) + eps * max(2 * _rms(size), 2e-3, _rms(magnitude))
     if _rms(error) > typical:
         return f"rms error {_rms(error):.3g}, allowed {typical:.3g}"
     return None

@@ -214,7 +214,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSpec:
-    """An operation; `reference` and `formula` are "module:function", imported when asked for."""
+    """An operation; functions given as "module:function" are imported when they are asked for."""
 
     name: str
     args: type[OpArgs]
@@ -229,6 +229,9 @@ class OpSpec:
     # a derived op: how its calls become calls of another op, whose kernels then serve it
     lowers_to: "Lowering | None" = None
     residuals: tuple[Residual, ...] = ()
+    # of arguments, outputs and cotangents: gradients with absolute values in place of signed ones,
+    # which say how large rounding errors may be where a gradient cancels
+    magnitudes: str | Callable[[Any, Any, Any], dict[str, jax.Array]] | None = None
     cases: Callable[[], Sequence[Case]] = lambda: ()
     # cases in which all numbers that no result depends on are padding, and so may be NaN
     padded: tuple[str, ...] = ()
@@ -262,6 +265,9 @@ class OpSpec:
         if self.formula is None and self.lowers_to is not None and self.differentiable:
             return self.lowers_to.formula()
         return _load(self.formula or self.reference)
+
+    def magnitudes_fn(self) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
+        return (lambda *_: {}) if self.magnitudes is None else _load(self.magnitudes)
 
     def residual_shapes(self, args: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What forward kernels of a call hand to backward kernels, by name, in order."""

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ejkernel.callib import cdiv, triton_call
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._triton._blocks import ranges
-from ejkernel.kernels._triton._blocks import table as blocks
+from ejkernel.kernels._triton._blocks import block_ranges, mask, ranges
 
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
 SPEC = kernel_registry.spec("flash_attention")
@@ -58,12 +57,11 @@ def dense(q_pos, k_pos, window, ids=()):
 
 @triton.jit
 def rows_kernel(
-    num, num_s, offset, before, after, out, SIZE: tl.constexpr, SIZE_S: tl.constexpr,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr,
+    schedule, num, num_s, window, out, SIZE: tl.constexpr, SIZE_S: tl.constexpr
 ):  # fmt: skip
     i = tl.program_id(0)
-    first, full, ragged, last = blocks.row(
-        None, i, num, num_s, offset, before, after, SIZE, SIZE_S, BEFORE, AFTER
+    first, full, ragged, last = block_ranges.bounds(
+        schedule, 0, i, num, num_s, window.offset, window.left, window.right, SIZE, SIZE_S
     )
     tl.store(out + i * 4, first)
     tl.store(out + i * 4 + 1, full)
@@ -74,25 +72,25 @@ def rows_kernel(
 def computed(num, num_s, offset, window, size, size_s):
     """The rows that kernels compute for themselves, as a table."""
     count = cdiv(num, size)
-    before, after = (min(x or 0, num + num_s) for x in window)  # as kernels are given them
+    # limits as kernels are given them
+    limits = (None if x is None else min(x, num + num_s) for x in window)
     return triton_call(
         rows_kernel,
-        num,
-        num_s,
-        offset,
-        before,
-        after,
+        inputs={
+            "schedule": block_ranges.Schedule(None, None, 1),
+            "num": num,
+            "num_s": num_s,
+            "window": mask.Window(*limits, offset),
+        },
+        outputs={"out": jax.ShapeDtypeStruct((1, count, 4), jnp.int32)},
         grid=(count,),
-        out_shape=[jax.ShapeDtypeStruct((1, count, 4), jnp.int32)],
         SIZE=size,
         SIZE_S=size_s,
-        BEFORE=window[0] is not None,
-        AFTER=window[1] is not None,
-    )[0]
+    )["out"]
 
 
 def key_table(of, window, block_q, block_k):
-    table = ranges.key_table(of, window, block_q, block_k)
+    table = block_ranges.key_table(of, window, block_q, block_k)
     if of.plain:
         assert table is None
         return computed(of.num_q, of.num_k, of.offset, window, block_q, block_k)
@@ -100,7 +98,7 @@ def key_table(of, window, block_q, block_k):
 
 
 def query_table(of, window, block_q, block_k):
-    table = ranges.query_table(of, window, block_q, block_k)
+    table = block_ranges.query_table(of, window, block_q, block_k)
     if of.plain:
         assert table is None
         return computed(of.num_k, of.num_q, -of.offset, window[::-1], block_k, block_q)
@@ -194,7 +192,7 @@ def test_segments(seed, cut, window):
 def test_long_segments_have_blocks_without_a_mask():
     ids = np.repeat(np.arange(2, dtype=np.int32), 32)[None]
     of = tokens_of(1, 64, 64, q_segment_ids=ids, kv_segment_ids=ids)
-    table = np.asarray(ranges.key_table(of, (None, None), 16, 16))[0]
+    table = np.asarray(block_ranges.key_table(of, (None, None), 16, 16))[0]
     np.testing.assert_array_equal(table, [[0, 0, 2, 2]] * 2 + [[2, 2, 4, 4]] * 2)
 
 
@@ -247,7 +245,7 @@ def make_positions(rng, kind, batch, length):
     if kind == "shifted":
         return (np.arange(length) + rng.integers(-9, 9, (batch, 1))).astype(np.int32)
     if kind == "extreme":
-        ends = np.asarray([-LIMIT, -LIMIT + 1, 0, LIMIT - 2, LIMIT - 1])
+        ends = np.asarray([1 - 2**29, 2 - 2**29, 0, 2**29 - 2, 2**29 - 1])
         return rng.choice(ends, (batch, length)).astype(np.int32)
     return rng.integers(-8, 20, (batch, length)).astype(np.int32)
 
@@ -283,29 +281,33 @@ def test_tables_can_be_traced():
 
     def table(ids):
         of = tokens_of(1, 8, 8, q_segment_ids=ids, kv_segment_ids=ids)
-        return ranges.key_table(of, (None, 0), 2, 2)
+        return block_ranges.key_table(of, (None, 0), 2, 2)
 
     np.testing.assert_array_equal(jax.jit(table)(ids), table(ids))
 
 
 @triton.jit
-def order_kernel(num_blocks, span, out):
+def order_kernel(num_blocks, interleaved, out):
     i_p = tl.program_id(0)
-    block, line = blocks.order(i_p, num_blocks, span)
-    tl.store(out + 2 * i_p, line)
+    block, batch_head = block_ranges.order(i_p, num_blocks, interleaved)
+    tl.store(out + 2 * i_p, batch_head)
     tl.store(out + 2 * i_p + 1, block)
 
 
-@pytest.mark.parametrize("span", [1, 2, 6])
-def test_lines_take_turns(span):
-    num_blocks, lines = 5, 6
-    programs = num_blocks * lines
-    out = jax.ShapeDtypeStruct((programs, 2), jnp.int32)
-    (made,) = triton_call(order_kernel, num_blocks, span, grid=(programs,), out_shape=[out])
+@pytest.mark.parametrize("interleaved", [1, 2, 6])
+def test_batch_head_pairs_take_turns(interleaved):
+    num_blocks, pairs = 5, 6
+    programs = num_blocks * pairs
+    made = triton_call(
+        order_kernel,
+        inputs={"num_blocks": num_blocks, "interleaved": interleaved},
+        outputs={"out": jax.ShapeDtypeStruct((programs, 2), jnp.int32)},
+        grid=(programs,),
+    )["out"]
     expected = [
-        (first + line, block)
-        for first in range(0, lines, span)
+        (first + pair, block)
+        for first in range(0, pairs, interleaved)
         for block in range(num_blocks)
-        for line in range(span)
+        for pair in range(interleaved)
     ]
     np.testing.assert_array_equal(made, expected)

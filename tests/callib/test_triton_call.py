@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _settings
-from ejkernel.callib import _triton_call, _triton_compile, _triton_interpret, triton_call
+from ejkernel.callib import (
+    Cost,
+    _triton_call,
+    _triton_interpret,
+    _triton_launch,
+    triton_call,
+)
+from ejkernel.callib._triton_arguments import Array, Bundle, Exact
 from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.xla_utils import manual
 
@@ -45,20 +53,20 @@ def scaled_sum_kernel(x, y, n, total, product, FACTOR: tl.constexpr, BLOCK: tl.c
 def scaled_sum(x, y, factor=2.0, wanted=(True, True), block=4):
     like = x if y is None else y
     out = jax.ShapeDtypeStruct(like.shape, jnp.float32)
-    return triton_call(
+    made = triton_call(
         scaled_sum_kernel,
-        x,
-        y,
-        x.size,
+        inputs={"x": x, "y": y, "n": x.size},
+        outputs={n: out if w else None for n, w in zip(("total", "product"), wanted, strict=True)},
         grid=(-(-x.size // block),),
-        out_shape=[out if w else None for w in wanted],
         FACTOR=factor,
         BLOCK=block,
     )
+    return [made["total"], made["product"]]
 
 
 def total_of(x, y):
-    return scaled_sum(x, y)[0]
+    total, _ = scaled_sum(x, y)
+    return total
 
 
 @triton.jit
@@ -75,7 +83,10 @@ def on_grid(x, y):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     n = [*x.shape, *[1] * (3 - x.ndim)]
     sizes = {f"N{i}": size for i, size in enumerate(n)}
-    return triton_call(grid_kernel, x, y, grid=x.shape, out_shape=[out], **sizes)[0]
+    inputs = {"x": x, "y": y}
+    return triton_call(grid_kernel, inputs=inputs, outputs={"out": out}, grid=x.shape, **sizes)[
+        "out"
+    ]
 
 
 @triton.jit
@@ -87,7 +98,8 @@ def plane_kernel(x, y, out, N1: tl.constexpr):
 
 def on_plane(x, y):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return triton_call(plane_kernel, x, y, grid=x.shape, out_shape=[out], N1=x.shape[1])[0]
+    bound = {"inputs": {"x": x, "y": y}, "outputs": {"out": out}}
+    return triton_call(plane_kernel, **bound, grid=x.shape, N1=x.shape[1])["out"]
 
 
 @triton.jit
@@ -107,9 +119,8 @@ def add_one_kernel(x, n, out, BLOCK: tl.constexpr):
 
 def add_one(x, n=3, grid=(1,), **options):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return triton_call(
-        add_one_kernel, x, n, grid=grid, out_shape=[out], BLOCK=x.shape[-1], **options
-    )[0]
+    bound = {"inputs": {"x": x, "n": n}, "outputs": {"out": out}}
+    return triton_call(add_one_kernel, **bound, grid=grid, BLOCK=x.shape[-1], **options)["out"]
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +148,7 @@ def test_absent_inputs_and_outputs():
     total, product = scaled_sum(X, Y, wanted=(False, True))
     assert total is None
     np.testing.assert_allclose(product, X * Y, rtol=1e-6)
-    assert scaled_sum(X, Y, wanted=(False, False)) == [None, None]
+    assert list(scaled_sum(X, Y, wanted=(False, False))) == [None, None]
 
 
 @pytest.mark.parametrize(("factor", "block"), [(3.0, 4), (0.5, 16), (-1, 1)])
@@ -147,7 +158,7 @@ def test_constants(factor, block):
 
 
 def test_integers_of_numpy_are_integers():
-    np.testing.assert_array_equal(add_one(X[:4], np.int64(2), zeroed=[0])[:2], [1.0, 1.0])
+    np.testing.assert_array_equal(add_one(X[:4], np.int64(2), zeroed=["out"])[:2], [1.0, 1.0])
 
 
 def test_an_empty_grid_gives_zeros():
@@ -158,7 +169,7 @@ def test_an_empty_grid_gives_zeros():
 
 
 def test_an_empty_grid_leaves_aliased_memory_as_it_was():
-    np.testing.assert_array_equal(add_one(X, grid=(0,), aliases={0: 0}), X)
+    np.testing.assert_array_equal(add_one(X, grid=(0,), aliases={"out": "x"}), X)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -181,8 +192,10 @@ def test_bfloat16_is_interpreted_as_numbers():
     n = 16
     a, b = (jax.random.randint(jax.random.key(i), (n, n), -9, 9) for i in range(2))
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # whole numbers: exact in any order
-    kinds = [jax.ShapeDtypeStruct((n, n), kind) for kind in (jnp.float32, jnp.bfloat16)]
-    out, narrow = triton_call(mixed_kernel, a, b, grid=(1,), out_shape=kinds, N=n)
+    kinds = {"out": jnp.float32, "narrow": jnp.bfloat16}
+    outputs = {name: jax.ShapeDtypeStruct((n, n), kind) for name, kind in kinds.items()}
+    made = triton_call(mixed_kernel, inputs={"a": a, "b": b}, outputs=outputs, grid=(1,), N=n)
+    out, narrow = made.values()
     dot = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
     np.testing.assert_array_equal(out, dot)
     expected = jnp.where(a > b, -(a * b), a + jnp.asarray(out).astype(jnp.bfloat16))
@@ -195,13 +208,13 @@ def test_integers_that_nobody_wrote_stand_out():
 
 
 def test_zeroed_outputs():
-    np.testing.assert_array_equal(add_one(jnp.full(4, 7.0), zeroed=[0]), [1.0, 1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(add_one(jnp.full(4, 7.0), zeroed=["out"]), [1.0, 1.0, 1.0, 0.0])
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_aliased_outputs_start_as_their_input_which_stays(jit):
     x = jnp.arange(4.0)
-    run = functools.partial(add_one, aliases={0: 0}, zeroed=[0])
+    run = functools.partial(add_one, aliases={"out": "x"}, zeroed=["out"])
     out = (jax.jit(run) if jit else run)(x)
     np.testing.assert_array_equal(out, [1.0, 2.0, 3.0, 3.0])
     np.testing.assert_array_equal(x, np.arange(4.0))
@@ -268,8 +281,12 @@ def test_vmap_of_a_kernel_that_triton_interprets_itself():
     from triton.runtime.interpreter import InterpretedFunction
 
     kernel = InterpretedFunction(add_one_kernel.fn)
-    run = lambda x: triton_call(kernel, x, 3, grid=(1,), out_shape=[OUT], aliases={0: 0}, BLOCK=8)
-    out = jax.vmap(run)(np.stack([X, -X]))[0]
+
+    def run(x):
+        bound = {"inputs": {"x": x, "n": 3}, "outputs": {"out": OUT}, "aliases": {"out": "x"}}
+        return triton_call(kernel, **bound, grid=(1,), BLOCK=8)["out"]
+
+    out = jax.vmap(run)(np.stack([X, -X]))
     np.testing.assert_array_equal(out[:, :3], np.stack([X, -X])[:, :3] + 1)
 
 
@@ -283,73 +300,87 @@ def test_nested_vmap_of_three_axes():
 # What is refused
 
 
-def call(*inputs, outputs=2, **changes):
-    out = jax.ShapeDtypeStruct(X.shape, jnp.float32)
-    options = {"grid": (3,), "out_shape": [out] * outputs, "FACTOR": 2.0, "BLOCK": 4} | changes
-    options = {name: value for name, value in options.items() if value is not None}
-    return triton_call(scaled_sum_kernel, *(inputs or (X, Y, X.size)), **options)
+def call(inputs=None, constants=None, **changes):
+    options = {
+        "inputs": {"x": X, "y": Y, "n": X.size} | (inputs or {}),
+        "outputs": {"total": OUT, "product": OUT},
+        "grid": (3,),
+    }
+    values = {"FACTOR": 2.0, "BLOCK": 4} | (constants or {})
+    options = options | changes | {name: x for name, x in values.items() if x is not None}
+    return triton_call(scaled_sum_kernel, **options)
+
+
+ABSENT = {"total": OUT, "product": None}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "changes", "error", "words"),
+    ("changes", "error", "words"),
     [
-        ((X, Y), {}, TypeError, r"2 inputs, 2 outputs .* `product` is missing"),
-        ((X, Y, 10), {"BLOCK": None}, TypeError, r"`BLOCK` is missing"),
-        ((X, Y, 10), {"NOPE": 1}, TypeError, r"`NOPE` is none of the last ones"),
-        ((X,) * 9, {}, TypeError, r"9 inputs.* fewer than those"),
-        ((X, 2.0, 10), {}, TypeError, r"`y` must be an array, an int or None; got 2.0"),
-        ((X, True, 10), {}, TypeError, r"`y` must be an array, an int or None; got True"),
-        ((X, Y.astype(complex), 10), {}, TypeError, r"`y` is of complex128"),
-        ((), {"grid": ()}, ValueError, r"`grid` must be one to three ints"),
-        ((), {"grid": (1, 1, 1, 1)}, ValueError, r"`grid` must be one to three ints"),
-        ((), {"grid": (1.5,)}, ValueError, r"`grid` must be .* got \(1.5,\)"),
-        ((), {"grid": 3}, TypeError, r"`grid` must be a sequence; got 3"),
-        ((), {"zeroed": 0}, TypeError, r"`zeroed` must be a sequence; got 0"),
-        ((), {"out_shape": [X.shape] * 2}, TypeError, r"`out_shape\[0\]` must be a jax.Shape"),
-        ((), {"out_shape": OUT}, TypeError, r"`out_shape` must be a sequence"),
-        ((), {"BLOCK": [4]}, TypeError, r"constant `BLOCK` must be hashable; got \[4\]"),
-        ((X, [1j] * 10, 10), {}, TypeError, r"`y` is of complex128"),
-        ((X, Y, 2**63), {}, ValueError, r"`n` must fit 64 bits"),
-        ((), {"num_warps": 3}, ValueError, r"`num_warps` must be a power of two up to 32; got 3"),
-        ((), {"num_stages": 0}, ValueError, r"`num_stages` must be an int, at least 1; got 0"),
-        ((), {"options": {"maxnregg": 64}}, ValueError, r"\['maxnregg'\], .*'maxnreg'"),
-        ((), {"options": {"num_warps": 8}}, ValueError, r"\['num_warps'\] are arguments"),
-        ((), {"options": {"num_ctas": 2}}, ValueError, r"JAX launches .* num_ctas=1 only"),
-        ((), {"options": {"launch_pdl": True}}, ValueError, r"JAX launches .* launch_pdl=False"),
-        ((), {"options": {"extern_libs": {}}}, TypeError, r"option `extern_libs` must be hashable"),
-        ((), {"grid": (1, 70000)}, ValueError, r"`grid` must .* got \(1, 70000\)"),
-        ((), {"zeroed": [7]}, ValueError, r"`zeroed` names the outputs \[7\]; there are 2"),
-        ((X[:4], Y, 10), {"aliases": {0: 0}}, ValueError, r"input 0 is float32\[4\], output 0 is"),
-        ((), {"aliases": {2: 0}}, ValueError, r"input 2 is no array"),
-        ((), {"aliases": {5: 0}}, ValueError, r"input 5 is no array"),
-        ((), {"aliases": {0: 3}}, ValueError, r"output 3 is absent"),
-        ((), {"aliases": {0: 1, 1: 1}}, ValueError, r"one output to two inputs"),
+        ({"outputs": {"total": OUT}}, TypeError, r"`product` is missing"),
+        ({"constants": {"BLOCK": None}}, TypeError, r"`BLOCK` is missing"),
+        ({"constants": {"NOPE": 1}}, TypeError, r"`NOPE` is none of them"),
+        ({"inputs": {"total": X}}, TypeError, r"`total` is given twice"),
+        ({"inputs": {"y": 2.0}}, TypeError, r"`y` must be an array, an int or None; got 2.0"),
+        ({"inputs": {"y": True}}, TypeError, r"`y` must be an array, an int or None; got True"),
+        ({"inputs": {"y": "Y"}}, TypeError, r"`y` must be an array, an int or None; got 'Y'"),
+        ({"inputs": {"y": Y.astype(complex)}}, TypeError, r"`y` is of complex128"),
+        ({"grid": ()}, ValueError, r"`grid` must be one to three ints"),
+        ({"grid": (1, 1, 1, 1)}, ValueError, r"`grid` must be one to three ints"),
+        ({"grid": (1.5,)}, ValueError, r"`grid` must be .* got \(1.5,\)"),
+        ({"grid": 3}, TypeError, r"`grid` must be a sequence; got 3"),
+        ({"grid": (1, 70000)}, ValueError, r"`grid` must .* got \(1, 70000\)"),
+        ({"zeroed": "total"}, TypeError, r"`zeroed` must be a sequence of names; got 'total'"),
+        ({"zeroed": ["n"]}, ValueError, r"`zeroed` names \['n'\]; the outputs are"),
+        ({"outputs": {"total": X.shape, "product": None}}, TypeError, r"output `total` must be a"),
+        ({"outputs": OUT}, TypeError, r"`outputs` must map names"),
+        ({"constants": {"BLOCK": [4]}}, TypeError, r"constant `BLOCK` must be hashable; got \[4\]"),
+        ({"inputs": {"y": [1j] * 10}}, TypeError, r"`y` is of complex128"),
+        ({"inputs": {"n": 2**63}}, ValueError, r"`n` must fit 64 bits"),
+        ({"num_warps": 3}, ValueError, r"`num_warps` must be a power of two up to 32; got 3"),
+        ({"num_stages": 0}, ValueError, r"`num_stages` must be an int, at least 1; got 0"),
+        ({"options": {"maxnregg": 64}}, ValueError, r"\['maxnregg'\], .*'maxnreg'"),
+        ({"options": {"num_warps": 8}}, ValueError, r"\['num_warps'\] are arguments"),
+        ({"options": {"num_ctas": 2}}, ValueError, r"JAX launches .* num_ctas=1 only"),
+        ({"options": {"launch_pdl": True}}, ValueError, r"JAX launches .* launch_pdl=False"),
+        ({"options": {"extern_libs": {}}}, TypeError, r"option `extern_libs` must be hashable"),
+        (
+            {"inputs": {"x": X[:4]}, "aliases": {"total": "x"}},
+            ValueError,
+            r"output `total` is float32\[10\], input `x` is float32\[4\]",
+        ),
+        ({"aliases": {"total": "n"}}, ValueError, r"input `n` is no array"),
+        ({"aliases": {"total": "nope"}}, ValueError, r"input `nope` is no array"),
+        ({"outputs": ABSENT, "aliases": {"product": "x"}}, ValueError, r"`product` is absent"),
+        ({"aliases": {"total": "x", "product": "x"}}, ValueError, r"one input to two outputs"),
     ],
 )
-def test_a_call_that_would_go_wrong_is_refused(arguments, changes, error, words):
+def test_a_call_that_would_go_wrong_is_refused(changes, error, words):
     with pytest.raises(error, match=r"`triton_call\(scaled_sum_kernel\)`: .*" + words):
-        call(*arguments, **changes)
+        call(**changes)
 
 
 def test_a_random_key_is_refused():
     with pytest.raises(TypeError, match=r"`triton_call\(scaled_sum_kernel\)`: .*`y` is of key"):
-        call(X, jax.random.key(0), 10)
+        call(inputs={"y": jax.random.key(0)})
 
 
 def test_a_plain_function_is_no_kernel():
     with pytest.raises(TypeError, match=r"`kernel` must be made by `triton.jit`"):
-        triton_call(len, X, grid=(1,), out_shape=[])
+        triton_call(len, inputs={"x": X}, outputs={}, grid=(1,))
 
 
 def test_a_tuned_kernel_is_none_alone():
     tuned = triton.autotune([triton.Config({"BLOCK": 4})], key=[])(scaled_sum_kernel)
     with pytest.raises(TypeError, match=r"by `triton.jit` alone; .* Pass its `.fn`"):
-        triton_call(tuned, X, Y, 10, grid=(3,), out_shape=[OUT, OUT], FACTOR=2.0)
+        triton_call(tuned, inputs={"x": X, "y": Y, "n": 10}, outputs={}, grid=(3,), FACTOR=2.0)
 
 
 def test_a_constant_is_no_input():
-    with pytest.raises(TypeError, match=r"`factor` is a `tl.constexpr` of the kernel, and no inp"):
-        triton_call(_weighted, X, 3, grid=(1,), out_shape=[])
+    with pytest.raises(TypeError, match=r"`factor` is a `tl.constexpr` of the kernel"):
+        triton_call(_weighted, inputs={"x": X, "factor": 3}, outputs={}, grid=(1,))
+    with pytest.raises(TypeError, match=r"`x` is no `tl.constexpr` of the kernel"):
+        triton_call(_weighted, inputs={}, outputs={}, grid=(1,), x=3, factor=3)
 
 
 # Constants
@@ -363,7 +394,8 @@ def product_kernel(x, out, C: tl.constexpr, B: tl.constexpr):
 
 def product(x, c):
     out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return triton_call(product_kernel, x, grid=(1,), out_shape=[out], C=c, B=x.size)[0]
+    bound = {"inputs": {"x": x}, "outputs": {"out": out}}
+    return triton_call(product_kernel, **bound, grid=(1,), C=c, B=x.size)["out"]
 
 
 def test_constants_that_are_equal_and_not_alike():
@@ -377,12 +409,12 @@ def test_constants_that_are_equal_and_not_alike():
 
 
 def test_which_constants_are_one():
-    nan = lambda: _triton_compile.Exact(float("nan"))
+    nan = lambda: Exact(float("nan"))
     assert nan() == nan()
     assert hash(nan()) == hash(nan())
-    assert _triton_compile.Exact(True) != _triton_compile.Exact(1)
-    assert _triton_compile.Exact(0.0) != _triton_compile.Exact(-0.0)
-    assert _triton_compile.Exact((0.0,)) != _triton_compile.Exact((-0.0,))
+    assert Exact(True) != Exact(1)
+    assert Exact(0.0) != Exact(-0.0)
+    assert Exact((0.0,)) != Exact((-0.0,))
 
 
 # What the interpreter can do
@@ -402,10 +434,10 @@ def test_reductions_of_bfloat16():
     x = jnp.array([-3, 5, -8, 1, 2, -1, 6, -6], jnp.bfloat16)
     one = lambda kind: jax.ShapeDtypeStruct((1,), kind)
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    shapes = [one(x.dtype), one(jnp.int32), like, like]
-    made = triton_call(reduced_kernel, x, grid=(1,), out_shape=shapes, B=8)
+    shapes = {"total": one(x.dtype), "most": one(jnp.int32), "sums": like, "fused": like}
+    made = triton_call(reduced_kernel, inputs={"x": x}, outputs=shapes, grid=(1,), B=8)
     expected = [x.sum(), x.argmax(), jnp.cumsum(x), x * x + x]
-    for actual, right in zip(made, expected, strict=True):
+    for actual, right in zip(made.values(), expected, strict=True):
         np.testing.assert_array_equal(actual, jnp.broadcast_to(right, actual.shape))
 
 
@@ -424,7 +456,8 @@ def test_helpers_in_closures_constants_and_modules():
         v = helper(v, scale) + HELPER(v, 2.0) + outer.inner.outer.inner.weighted(v, 7.0)
         tl.store(out + o, v)
 
-    made = triton_call(kernel, X[:8], grid=(1,), out_shape=[OUT], HELPER=_weighted, B=8)[0]
+    bound = {"inputs": {"x": X[:8]}, "outputs": {"out": OUT}}
+    made = triton_call(kernel, **bound, grid=(1,), HELPER=_weighted, B=8)["out"]
     np.testing.assert_array_equal(made[:8], X[:8] * 3 + X[:8] * 2 + X[:8] * 7)
 
 
@@ -434,8 +467,9 @@ def failing_kernel(x, out, B: tl.constexpr):
 
 
 def test_an_error_of_the_interpreter_names_the_kernel(caplog):
+    bound = {"inputs": {"x": X[:8]}, "outputs": {"out": OUT}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="InterpreterError"):
-        jax.block_until_ready(triton_call(failing_kernel, X[:8], grid=(1,), out_shape=[OUT], B=8))
+        jax.block_until_ready(triton_call(failing_kernel, **bound, grid=(1,), B=8))
     assert "Triton kernel `failing_kernel`, interpreted on the CPU, with {'B': 8}" in caplog.text
 
 
@@ -462,11 +496,10 @@ def test_an_array_without_the_axis_is_not_copied():
 
 def test_a_batched_launch_passes_strides_and_compiles(tmp_path):
     ((launch, avals),) = launches(jax.vmap(total_of, (0, None)), np.stack([X] * 3), Y)
-    plan = _triton_call._plan(launch, avals)
+    plan = _triton_launch.plan(launch, avals)
     assert plan.kernel.arg_names == [
-        *("x", "y", "n", "total", "product", "size"),
+        *("x", "y", "n", "total", "product", "FACTOR", "BLOCK", "size"),
         *("stride_x", "stride_total", "stride_product"),
-        *("FACTOR", "BLOCK"),
     ]
     # x, y, n, two outputs, the size of the batch, and the strides
     assert plan.parameters == [(0,), (0,), 10, (0,), (0,), 3, 10, 10, 10]
@@ -483,11 +516,11 @@ def test_each_program_of_a_batched_launch_has_its_own_slices(spread):
     """The kernel that a GPU gets, interpreted; programs beyond the batch do nothing."""
     xs = np.stack([X, X + 1, -X])
     ((launch, avals),) = launches(jax.vmap(total_of, (0, None)), xs, Y)
-    plan = _triton_call._plan(launch, avals)
+    plan = _triton_launch.plan(launch, avals)
     total, product = np.full_like(xs, np.nan), np.full_like(xs, np.nan)
-    given = [xs, Y, 10, total, product, *plan.parameters[5:]]
-    grid = (plan.grid[0], *spread)
-    _triton_interpret.run(plan.kernel, given, _triton_compile.values(launch.constants), grid)
+    constants = launch.parameters[5:]
+    given = [xs, Y, 10, total, product, *constants, *plan.parameters[5:]]
+    _triton_interpret.run(plan.kernel, given, (plan.grid[0], *spread))
     np.testing.assert_allclose(total, 2 * xs + Y, rtol=1e-6)
     np.testing.assert_allclose(product, xs * Y, rtol=1e-6)
 
@@ -497,44 +530,46 @@ def test_a_batched_kernel_has_names_of_its_own():
     xs = np.stack([X[:8], -X[:8]])
 
     def run(x):
-        out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-        return triton_call(named_kernel, x, 3, 2, 5, 4, 7, grid=(1,), out_shape=out, i_v=6, B=8)[0]
+        inputs = {"x": x, "stride_x": 3, "index": 2, "kernel": 5, "tl_": 4, "size": 7}
+        outputs = {"out": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+        bound = {"inputs": inputs, "outputs": outputs}
+        return triton_call(named_kernel, **bound, grid=(1,), i_v=6, B=8)["out"]
 
     expected = xs * 3 + 20 + 500 + 4000 + 70000 + 6
     np.testing.assert_array_equal(jax.vmap(run)(xs), expected)
     ((launch, avals),) = launches(jax.vmap(run), xs)
-    plan = _triton_call._plan(launch, avals)
+    plan = _triton_launch.plan(launch, avals)
     out = np.full_like(xs, np.nan)
-    given = [xs, 3, 2, 5, 4, 7, out, *plan.parameters[7:]]
-    _triton_interpret.run(plan.kernel, given, _triton_compile.values(launch.constants), plan.grid)
+    given = [xs, 3, 2, 5, 4, 7, out, *launch.parameters[7:], *plan.parameters[7:]]
+    _triton_interpret.run(plan.kernel, given, plan.grid)
     np.testing.assert_array_equal(out, expected)
 
 
 def test_more_programs_than_an_axis_holds_take_two_axes():
     many = jax.ShapeDtypeStruct((100_000, 4), jnp.float32)
     ((launch, avals),) = launches(jax.vmap(total_of), many, many)
-    assert _triton_call._plan(launch, avals).grid == (1, 65535, 2)
+    assert _triton_launch.plan(launch, avals).grid == (1, 65535, 2)
 
 
 def test_absent_arrays_and_ones_are_not_parameters():
     ((launch, avals),) = launches(lambda x: scaled_sum(x, None, wanted=(True, False)), X[:1])
-    plan = _triton_call._plan(launch, avals)
+    plan = _triton_launch.plan(launch, avals)
     assert plan.parameters == [(0,), (0,)]  # n = 1 is compiled in
-    assert plan.signature.parameters == (np.float32, None, 1, np.float32, None)
+    assert plan.signature.parameters[:5] == (np.float32, None, 1, np.float32, None)
 
 
 def test_zeroed_outputs_are_cleared_by_the_launch():
-    ((launch, avals),) = launches(lambda x: add_one(x, zeroed=[0]), X)
-    assert _triton_call._plan(launch, avals).parameters == [(0,), 3, (40,)]
-    ((launch, avals),) = launches(lambda x: add_one(x, zeroed=[0], aliases={0: 0}), X)
-    assert _triton_call._plan(launch, avals).parameters == [(0,), 3, (0,)]
+    ((launch, avals),) = launches(lambda x: add_one(x, zeroed=["out"]), X)
+    assert _triton_launch.plan(launch, avals).parameters == [(0,), 3, (40,)]
+    ((launch, avals),) = launches(lambda x: add_one(x, zeroed=["out"], aliases={"out": "x"}), X)
+    assert _triton_launch.plan(launch, avals).parameters == [(0,), 3, (0,)]
 
 
 def test_an_aliased_array_gets_the_axis_of_its_output():
     run = jax.vmap(lambda x, y: scaled_alias(x, y), (None, 0))
     ((launch, avals),) = launches(run, X, np.stack([Y, Y, Y]))
     (array, out) = launch.aliases[0]
-    assert avals[array].shape == launch.results()[out][1] == (3, 10)
+    assert avals[array].shape == launch.results()[out][0] == (3, 10)
     np.testing.assert_allclose(run(X, np.stack([Y, Y, Y])), [2 * X + Y] * 3, rtol=1e-6)
 
 
@@ -542,8 +577,173 @@ def scaled_alias(x, y):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     sizes = {"grid": (1,), "FACTOR": 2.0, "BLOCK": 16}
     return triton_call(
-        scaled_sum_kernel, x, y, x.size, out_shape=[out, None], aliases={0: 0}, **sizes
-    )[0]
+        scaled_sum_kernel,
+        inputs={"x": x, "y": y, "n": x.size},
+        outputs={"total": out, "product": None},
+        aliases={"total": "x"},
+        **sizes,
+    )["total"]
+
+
+# Bundles
+
+
+class Offset(NamedTuple):
+    """Numbers to add, `step` apart; TWICE counts them twice."""
+
+    base: Any
+    step: Any
+    TWICE: tl.constexpr
+
+
+class Affine(NamedTuple):
+    FACTOR: tl.constexpr
+    KIND: tl.constexpr
+    limit: Any
+    offset: Any
+
+
+@triton.jit
+def _offset(offset, o, N: tl.constexpr):
+    b = tl.load(offset.base + o * offset.step)
+    if offset.TWICE:
+        b = b * 2.0
+    return b
+
+
+@triton.jit
+def _affine(x, o, affine, N: tl.constexpr):
+    if affine.FACTOR is not None:
+        x = affine.FACTOR * x
+    if affine.offset is not None:
+        moved = Offset(affine.offset.base + 1, affine.offset.step, affine.offset.TWICE)
+        x += _offset(moved, o, N)
+    if affine.KIND == "square":
+        x = x * x
+    if affine.limit is not None:
+        x = tl.minimum(x, affine.limit)
+    return x
+
+
+@triton.jit(do_not_specialize=("affine.limit", "affine.offset.step"))
+def affine_kernel(affine, out, x, N: tl.constexpr):
+    """min((FACTOR x + offset[1:])^2, limit); each member but KIND may be absent."""
+    o = tl.arange(0, N)
+    tl.store(out + o, _affine(tl.load(x + o), o, affine, N))
+
+
+def affine(x, values=None, factor=None, kind="", limit=None, step=1, twice=False, **options):
+    offset = None if values is None else Offset(values, step, twice)
+    return triton_call(
+        affine_kernel,
+        inputs={"x": x, "affine": Affine(factor, kind, limit, offset)},
+        outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},
+        grid=(1,),
+        N=x.shape[-1],
+        **options,
+    )["out"]
+
+
+V = np.arange(18, dtype=np.float32) / 8
+BUNDLES = {
+    "absent": ({}, lambda x: x),
+    "constants": ({"factor": 3.0, "kind": "square"}, lambda x: 9 * x * x),
+    "nested": ({"values": V}, lambda x: x + V[1:9]),
+    "nested_constant": ({"values": V, "twice": True, "step": 2}, lambda x: x + 2 * V[1:17:2]),
+    "integer": ({"limit": 2, "factor": 2}, lambda x: np.minimum(2 * x, 2)),
+}
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_interpreted(name):
+    options, expected = BUNDLES[name]
+    np.testing.assert_allclose(affine(X[:8], **options), expected(X[:8]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_bundles_compiled(name, tmp_path):
+    options, _ = BUNDLES[name]
+    ((launch, avals),) = launches(lambda x: affine(x, **options), X[:8])
+    with _settings.override(cache_dir=str(tmp_path)):
+        text = _triton_call.compile_launch(launch, avals, HOPPER).ttir
+    (signature,) = [line for line in text.splitlines() if "tt.func public" in line]
+    parameters = 2 + ("limit" in options) + 2 * ("values" in options)
+    assert signature.count("!tt.ptr<f32>") + signature.count(": i32 loc") == parameters
+    assert len(_triton_launch.plan(launch, avals).parameters) == parameters
+    # code of absent members is not there
+    assert ("minnumf" in text or "minimumf" in text) == ("limit" in options)
+    assert text.count("tt.load") == 1 + ("values" in options)
+
+
+def test_ints_are_left_unspecialised_by_path(tmp_path):
+    def code(limit):
+        ((launch, avals),) = launches(lambda x: affine(x, V, limit=limit, step=1), X[:8])
+        assert _triton_launch.plan(launch, avals).parameters == [limit, (0,), 1, (0,), (0,)]
+        with _settings.override(cache_dir=str(tmp_path)):
+            return _triton_call.compile_launch(launch, avals, HOPPER).ttir
+
+    assert code(16) == code(3) == code(1)
+    assert code(16).count("tt.divisibility = 16") == 3  # of the arrays
+
+
+def test_a_path_of_no_parameter_is_refused():
+    @triton.jit(do_not_specialize=("nothing.limit",))
+    def kernel(x, out):
+        tl.store(out, tl.load(x))
+
+    with pytest.raises(ValueError, match=r"`do_not_specialize` names 'nothing.limit'"):
+        triton_call(kernel, inputs={"x": X}, outputs={"out": OUT}, grid=(1,))
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 1)])
+def test_vmap_over_a_member(axes, tmp_path):
+    xs = np.stack([X[:8], -X[:8], X[1:9]]) if axes[0] == 0 else X[:8]
+    values = V if axes[1] is None else np.stack([V, 2 * V, -V], axes[1])
+    run = jax.vmap(lambda x, v: affine(x, v, factor=0.5, limit=2), axes)
+    rows = V if axes[1] is None else np.moveaxis(values, axes[1], 0)
+    expected = np.broadcast_to(np.minimum(0.5 * xs + rows[..., 1:9], 2), (3, 8))
+    np.testing.assert_allclose(run(xs, values), expected, rtol=1e-6)
+    # the kernel that a GPU gets compiles, and gives the same numbers interpreted
+    ((launch, avals),) = launches(run, xs, values)
+    plan = _triton_launch.plan(launch, avals)
+    assert ("stride_affine_offset_base" in plan.kernel.arg_names) == (axes[1] is not None)
+    with _settings.override(cache_dir=str(tmp_path)):
+        assert _triton_call.compile_launch(launch, avals, HOPPER).name == "affine_kernel_batched"
+    out = np.full((3, 8), np.nan, np.float32)
+    offset = Bundle(Offset, (np.ascontiguousarray(rows), 1, Exact(False)))
+    own = [Bundle(Affine, (Exact(0.5), Exact(""), 2, offset)), out, xs, Exact(8)]
+    count = len(plan.kernel.arg_names) - len(own)
+    _triton_interpret.run(plan.kernel, [*own, *plan.parameters[-count:]], plan.grid)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_a_member_shares_its_memory_with_an_output():
+    values = np.arange(8, dtype=np.float32)
+    options = {"aliases": {"out": "affine.offset.base"}, "step": 0}
+    np.testing.assert_array_equal(affine(X[:8], values, **options), X[:8] + 1)
+    np.testing.assert_array_equal(values, np.arange(8))  # the caller's array stays
+    ((launch, _),) = launches(lambda x, v: affine(x, v, **options), X[:8], values)
+    member = launch.parameters[0].members[3].members[0]
+    assert isinstance(member, Array)
+    assert launch.aliases == ((member.index, 0),)
+
+
+def test_a_member_that_is_no_array_is_named():
+    with pytest.raises(
+        TypeError, match=r"`affine.limit` must be an array, an int or None; got 0.5"
+    ):
+        affine(X[:8], limit=0.5)
+    with pytest.raises(TypeError, match=r"constant `affine.FACTOR` must be hashable; got \[1\]"):
+        affine(X[:8], factor=[1])
+    named = NamedTuple("named", [("values", Any)])(X)
+    with pytest.raises(TypeError, match=r"`y.values` has the name 'values', which Triton needs"):
+        call(inputs={"y": named})
+
+
+def test_a_cost_travels_with_the_launch():
+    cost = Cost(flops=16, bytes_accessed=64)
+    ((launch, _),) = launches(lambda x: affine(x, cost=cost), X[:8])
+    assert launch.cost == cost
 
 
 # Meshes

@@ -40,10 +40,8 @@ def plus_kernel(x, out, ADDED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def plus(x, added=1.0, **options):
-    out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    return triton_call(
-        plus_kernel, x, grid=(1,), out_shape=out, ADDED=added, BLOCK=x.size, **options
-    )[0]
+    bound = {"inputs": {"x": x}, "outputs": {"out": jax.ShapeDtypeStruct(x.shape, x.dtype)}}
+    return triton_call(plus_kernel, **bound, grid=(1,), ADDED=added, BLOCK=x.size, **options)["out"]
 
 
 def compile_plus(added=1.0, x=X, target=HOPPER, **options):
@@ -142,8 +140,8 @@ def total_kernel(x, out, BLOCK: tl.constexpr):
 
 def test_more_shared_memory_than_there_is_is_refused(folder, monkeypatch):
     def total(x):  # warps meet in shared memory
-        out = [jax.ShapeDtypeStruct((), x.dtype)]
-        return triton_call(total_kernel, x, grid=(1,), out_shape=out, BLOCK=256)
+        bound = {"inputs": {"x": x}, "outputs": {"out": jax.ShapeDtypeStruct((), x.dtype)}}
+        return triton_call(total_kernel, **bound, grid=(1,), BLOCK=256)["out"]
 
     (eqn,) = jax.make_jaxpr(total)(np.ones(256, np.float32)).eqns
     run = lambda: _triton_call.compile_launch(
@@ -195,8 +193,9 @@ def chosen_kernel(x, out, MODE: tl.constexpr):
 
 def test_a_text_is_no_number_on_disk(folder):
     def code(mode):
-        out = [jax.ShapeDtypeStruct((1,), jnp.float32)]
-        run = lambda x: triton_call(chosen_kernel, x, grid=(1,), out_shape=out, MODE=mode)
+        outputs = {"out": jax.ShapeDtypeStruct((1,), jnp.float32)}
+        bound = {"outputs": outputs, "grid": (1,), "MODE": mode}
+        run = lambda x: triton_call(chosen_kernel, inputs={"x": x}, **bound)["out"]
         (eqn,) = jax.make_jaxpr(run)(X).eqns
         return _triton_call.compile_launch(eqn.params["launch"], [eqn.invars[0].aval], HOPPER).ttir
 
@@ -224,7 +223,7 @@ def test_constants_read_through_a_module_are_part_of_the_key(folder, tmp_path, m
         spec = importlib.util.spec_from_file_location("scaled", tmp_path / "scaled.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        signature = _triton_compile.Signature((np.dtype(np.float32),) * 2, ())
+        signature = _triton_compile.Signature((np.dtype(np.float32),) * 2)
         options = (("num_warps", 4), ("num_stages", 3))
         return _triton_compile.compile_kernel(module.kernel, signature, options, HOPPER).ttir
 
@@ -233,17 +232,21 @@ def test_constants_read_through_a_module_are_part_of_the_key(folder, tmp_path, m
     assert counted(lambda: code(2.0)) == (0, 1)
 
 
-@pytest.mark.parametrize("keep", [0, 0.5], ids=["emptied", "cut_short"])
+# a kernel of Triton 3.9 whose description cannot be read has no `module` to give back
+@pytest.mark.filterwarnings(
+    "ignore:.*CompiledKernel.__del__:pytest.PytestUnraisableExceptionWarning"
+)
+@pytest.mark.parametrize("keep", [0, 0.5], ids=["code_emptied", "description_cut_short"])
 @pytest.mark.parametrize("target", ["cuda:sm_90", "hip:gfx942"])
-def test_code_that_was_damaged_is_made_again(folder, target, keep):
+def test_what_cannot_be_read_is_compiled_again(folder, target, keep):
     run = lambda: compile_plus(target=GpuTarget.parse(target))
     assert counted(run) == (1, 0)
-    (path,) = (folder / "triton").rglob("*.ptx" if "cuda" in target else "*.hsaco")
+    pattern = "plus_kernel.json" if keep else "*.ptx" if "cuda" in target else "*.hsaco"
+    (path,) = (folder / "triton").rglob(pattern)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(keep * len(whole))])
     _triton_compile.compile_kernel.cache_clear()
-    with pytest.warns(EjkernelWarning, match=r"`plus_kernel` in .* could not be read .* again"):
-        assert counted(run) == (1, 1)
+    assert counted(run) == (1, 0 if keep else 1)
     assert path.read_bytes() == whole
     _triton_compile.compile_kernel.cache_clear()
     assert counted(run) == (0, 1)
@@ -266,12 +269,13 @@ def specialised_kernel(a, b, n, c, B: tl.constexpr):
 
 
 def test_warps_that_triton_adds_are_launched(folder):
-    out = [jax.ShapeDtypeStruct((128, 128), jnp.float32)]
+    outputs = {"c": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
     x = jax.ShapeDtypeStruct((128, 1024), jnp.float16)
 
     def run(a, b):
-        options = {"grid": (1,), "out_shape": out, "num_warps": 4, "num_stages": 2}
-        return triton_call(specialised_kernel, a, b, 1024, B=128, **options)
+        options = {"grid": (1,), "outputs": outputs, "num_warps": 4, "num_stages": 2}
+        inputs = {"a": a, "b": b, "n": 1024}
+        return triton_call(specialised_kernel, inputs=inputs, B=128, **options)["c"]
 
     (eqn,) = jax.make_jaxpr(run)(x, x).eqns
     made = _triton_call.compile_launch(eqn.params["launch"], [v.aval for v in eqn.invars], HOPPER)
@@ -282,7 +286,7 @@ def test_warps_that_triton_adds_are_launched(folder):
 def test_assertions_of_a_kernel_made_to_debug_are_kept(folder):
     def assertions(debug):
         kernel = triton.jit(debug=debug)(asserting)
-        signature = _triton_compile.Signature((np.dtype(np.float32),) * 2, ())
+        signature = _triton_compile.Signature((np.dtype(np.float32),) * 2)
         options = (("num_warps", 4), ("num_stages", 3))
         return (
             "tt.assert" in _triton_compile.compile_kernel(kernel, signature, options, HOPPER).ttir
@@ -431,7 +435,7 @@ def test_a_program_for_a_gpu_that_is_not_here(folder, plugin):
     text = lower(plus, X)
     assert text.count("custom_call @triton_kernel_call") == 1
     assert "output_operand_alias<" not in text
-    assert "output_operand_alias<" in lower(lambda x: plus(x, aliases={0: 0}), X)
+    assert "output_operand_alias<" in lower(lambda x: plus(x, aliases={"out": "x"}), X)
 
 
 def test_a_batched_program_for_a_gpu_that_is_not_here(folder, plugin):

@@ -7,16 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import _settings
+from ejkernel import _settings, modules
 from ejkernel._device import Target
 from ejkernel.callib import _triton_call, _triton_compile
 from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.kernels import kernel_registry
 
 pytest.importorskip("triton")
-from ejkernel.kernels._triton.flash_attention import bwd, config, fwd
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._blocks import (
+    addresses,
+    attention,
+    block_ranges,
+    logits,
+    mask,
+    philox,
+    softmax,
+)
+from ejkernel.kernels._triton.flash_attention import bwd, bwd_keys, bwd_queries, config, fwd
 
 SPEC = kernel_registry.spec("flash_attention")
+BLOCKS = [addresses, attention, block_ranges, logits, mask, philox, softmax]
 CACHE = pathlib.Path(__file__).parents[2] / ".cache"
 TARGETS = {
     "cuda:sm_80": Target(kind="gpu", model="A100", capability="8.0"),
@@ -94,13 +105,10 @@ def configs(pick, direction, arrays, options, target):
 def assert_compiles(direction, cfg, arrays, options, name):
     made = launches(direction, cfg, arrays, options)
     tables = [x for x in made if x[0].kernel.__name__ == "block_table_kernel"]
-    # what is masked may have to be done again, and in half precision what has large scores
-    again = 2 if options or arrays["query"].dtype.itemsize < 4 else 1
-    passes = 2 * again
-    if direction == "forward":  # without the series of a cap, where logits are above it
-        passes = 2 if options is CAPPED else 1
+    # forward: with a fixed reference, and the careful one after it or alone; backward: dk, dv; dq
+    passes = 1 if direction == "forward" and options is EVERYTHING else 2
     assert len(made) - len(tables) == passes
-    limit = config.shared_limit(TARGETS[name])
+    limit = _launch.shared_limit(TARGETS[name])
     for launch, avals in made:
         compiled = _triton_call.compile_launch(launch, avals, GpuTarget.parse(name))
         assert compiled.name == launch.kernel.__name__
@@ -111,6 +119,28 @@ def check_heuristic(direction, d, options, name="cuda:sm_90", dtype="bfloat16"):
     arrays = shapes(d, dtype)
     cfg = configs(config.heuristic, direction, arrays, options, TARGETS[name])
     assert_compiles(direction, cfg, arrays, options, name)
+
+
+def test_kernels_and_helpers_have_few_parameters():
+    modules = [fwd, bwd_keys, bwd_queries, *BLOCKS]
+    functions = [(m, x) for m in modules for x in vars(m).values() if hasattr(x, "arg_names")]
+    assert len(functions) > 30
+    for module, function in functions:
+        most = 24 if function.__name__.endswith("_kernel") else 14
+        assert len(function.arg_names) <= most, (module.__name__, function.__name__)
+
+
+def test_a_causal_value_and_gradient_launches_four_kernels():
+    arrays = shapes(64, "bfloat16")
+
+    def loss(arrays):
+        out = modules.flash_attention(**arrays, causal=True, platform="triton")
+        return out.astype(jnp.float32).sum()
+
+    with _settings.override(interpret=True):  # each launch is a callback to the interpreter
+        text = jax.jit(jax.value_and_grad(loss)).lower(arrays).as_text()
+    callbacks = [line for line in text.splitlines() if "custom_call" in line and "callback" in line]
+    assert len(callbacks) == 4  # forward, careful forward, dk and dv, dq
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

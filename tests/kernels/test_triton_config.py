@@ -114,6 +114,6 @@ def test_float32_products_are_no_less_precise_than_asked(asked, given):
     ("length", "causal", "heads", "turns"),
     [(4096, True, 96, 32), (256, True, 6, 2), (256, False, 96, 1), (4097, True, 96, 1)],
 )
-def test_short_causal_lines_take_turns(length, causal, heads, turns):
+def test_short_causal_calls_take_turns(length, causal, heads, turns):
     made = call.Call(arguments(length=length, causal=causal), make())
-    assert made.span(heads) == turns
+    assert made.interleaved(heads) == turns

@@ -51,18 +51,16 @@ def test_blocks_outside_a_window_and_second_passes_are_left_out(products, cap):
     assert segments == 2 * (1 + 2 + 1 + 2)
 
 
-def test_rows_whose_weights_leave_their_range_are_computed_again(products):
+def test_only_blocks_whose_weights_leave_their_range_are_computed_again(products):
     once = products()
     assert once == 2 * 4 * 4
-    assert products(softmax_scale=300.0) > once
+    steep = jnp.ones((1, 64, 1, 16)).at[:, 20].set(500.0)  # in the second block of 16
+    key = jnp.ones((1, 64, 1, 16)).at[:, 16:].multiply(2.0)  # beyond what the first block says
+    again = products(query=steep.astype(jnp.bfloat16), key=key.astype(jnp.bfloat16))
+    assert again == once * 5 // 4
 
 
-def test_rows_with_logits_above_their_cap_are_computed_twice(products):
-    assert products(logits_soft_cap=1.0) == 2 * products()
-
-
-def test_only_blocks_with_logits_above_their_cap_are_computed_twice(products):
-    once = products(logits_soft_cap=30.0)
-    assert once == products()
-    far = jnp.ones((1, 64, 1, 16)).at[:, 20].set(500.0)  # in the second block of 16
-    assert products(logits_soft_cap=30.0, query=far.astype(jnp.bfloat16)) == once * 5 // 4
+def test_calls_without_a_fixed_reference_are_computed_once(products):
+    once = products()
+    assert products(alibi_slopes=jnp.ones(1)) == once
+    assert products(attention_mask=jnp.ones((1, 1, 1, 64), bool)) == once

@@ -311,6 +311,11 @@ BAD = {
         ValueError,
         ["q_positions", "(1, 3)"],
     ),
+    "mask_info_far_positions": (
+        {"mask_info": MaskInfo(kv_positions=np.full((B, S), -(2**29), np.int32))},
+        ValueError,
+        ["mask_info.kv_positions", "between -2^29 and 2^29", "got -536870912", "subtract"],
+    ),
     "mask_info_lengths": (
         lambda: on_host(b=1) | {"mask_info": MaskInfo.from_lengths(ints(1, 2, 1), ints(1, 2, 2))},
         ValueError,

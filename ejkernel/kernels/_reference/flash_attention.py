@@ -1,5 +1,7 @@
 """The oracle of attention: dense, a line a rule, in the precision of its inputs (f32 at least)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +61,22 @@ def attend(args) -> tuple[jax.Array, jax.Array, jax.Array]:
     weights = weights.astype(v.dtype)
     out = jnp.einsum("bhts,bshe->bthe", weights, v, precision=exact, preferred_element_type=wide)
     return out.astype(args.query.dtype), lse.astype(wide), weights
+
+
+def gradient_magnitudes(args, outputs, cotangents) -> dict[str, jax.Array]:
+    """Gradients of query and key with |p| (|dp| + |delta|), |q|, |k| in place of signed values."""
+    group = args.query.shape[2] // args.key.shape[2]
+    _, _, p = attend(dataclasses.replace(args, dropout_prob=0.0))
+    q, k, v = args.query, jnp.repeat(args.key, group, 2), jnp.repeat(args.value, group, 2)
+    dout = cotangents[0]
+    dp = jnp.abs(jnp.einsum("bthe,bshe->bhts", dout, v)) / (1 - args.dropout_prob)
+    delta = jnp.abs((outputs[0] * dout).sum(-1)).transpose(0, 2, 1)
+    if args.return_lse:
+        delta += jnp.abs(cotangents[1])
+    ds = jnp.abs(p * args.softmax_scale) * (dp + delta[..., None])
+    dk = jnp.einsum("bhts,bthd->bshd", ds, jnp.abs(q))
+    dk = dk.reshape(*args.key.shape[:3], group, dk.shape[-1]).sum(3)
+    return {"query": jnp.einsum("bhts,bshd->bthd", ds, jnp.abs(k)), "key": dk}
 
 
 def _positions(args, batch, t, s):

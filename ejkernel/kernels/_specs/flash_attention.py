@@ -80,6 +80,8 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
     cum_q, cum_k = _common.pair_up(op, call, ("cum_seqlens_q", "cum_seqlens_k"), t, s)
     _common.check_cum_seqlens(op, batch, cum_q, cum_k)
     window = _common.canonical_window(op, call["sliding_window"], causal)
+    for name in ("q_positions", "kv_positions"):
+        check_positions(op, name, call.get(name))
     return FlashAttentionArgs(
         query=query,
         key=key,
@@ -103,6 +105,28 @@ def canonicalize(values: dict[str, Any], op: str = "flash_attention") -> FlashAt
         q_positions=as_array(call.get("q_positions"), jnp.int32),
         kv_positions=as_array(call.get("kv_positions"), jnp.int32),
     )
+
+
+MOST_POSITION = 2**29  # so that the limits of a window, added to a position, fit into 32 bits
+
+
+def check_positions(op: str, name: str, positions: Any) -> None:
+    """Refuses known positions whose differences kernels cannot compute in 32 bits."""
+    host = _spec.known(positions)
+    if host is None or not host.size or max(host.max(), -host.min()) < MOST_POSITION:
+        return
+    far = host.max() if host.max() >= MOST_POSITION else host.min()
+    raise ValueError(
+        f"`{op}`: `mask_info.{name}` must be between -2^29 and 2^29; got {far}. Only differences "
+        "of positions matter: subtract the same number from those of queries and keys."
+    )
+
+
+def check_mask_info(values: dict[str, Any]) -> None:
+    """Checks the positions of a call whose arrays are known before it is traced."""
+    info = values.get("mask_info")
+    for name in ("q_positions", "kv_positions"):
+        check_positions("flash_attention", name, getattr(info, name, None))
 
 
 def as_array(value: Any, dtype: Any = None) -> jax.Array | None:
@@ -276,6 +300,7 @@ SPEC = _spec.OpSpec(
     unpack=unpack,
     reference="ejkernel.kernels._reference.flash_attention:flash_attention",
     formula="ejkernel.kernels._xla.flash_attention.formula:flash_attention",
+    magnitudes="ejkernel.kernels._reference.flash_attention:gradient_magnitudes",
     differentiable=frozenset({"query", "key", "value", "bias", "softmax_aux", "softmax_scale"}),
     outputs=lambda args: ("out", "lse") if args.return_lse else ("out",),
     output_axes={"out": ("b", "t", "h", "e"), "lse": ("b", "h", "t")},
@@ -288,6 +313,7 @@ SPEC = _spec.OpSpec(
     config=FlashAttentionConfig,
     scalars={"dropout_seed": functools.partial(_common.seed_array, "flash_attention")},
     publish=publish,
+    check=check_mask_info,
     debug=check_values,
     shardable=frozenset({"b", "h", "g"}),
     aliases={"g": "h"},

@@ -63,7 +63,7 @@ def canonicalize(values: dict[str, Any]) -> LightningAttentionArgs:
             f"`{op}`: needs `layer_idx` and `num_layers`, or `g_gamma`, such as "
             f"`lightning_decay(num_heads, layer_idx, num_layers)`; got {layer} and no `g_gamma`."
         )
-    layer = {name: int(value) for name, value in layer.items()}
+    layer = {name: int(value) for name, value in layer.items() if value is not None}
     decays = decay(op, query.shape[2], layer["layer_idx"], layer["num_layers"])
     dtype = jnp.float64 if query.dtype.itemsize == 8 else jnp.float32
     return LightningAttentionArgs(**made, **layer, g_gamma=jnp.asarray(decays, dtype))

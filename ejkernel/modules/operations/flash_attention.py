@@ -45,7 +45,7 @@ def flash_attention(
     out = softmax(cap(scale * query @ key.T) + bias + alibi, where=masks) @ value
 
     Masks are and-ed. Without lengths, query i is at position s - t + i (bottom-right). A query
-    that sees no key gives 0 and lse -inf. Values that no query sees may be NaN.
+    that sees no key gives 0 and lse -inf. Padding may hold NaN.
 
     Args:
       query: Queries; their heads must be a multiple of the key heads.

@@ -1,87 +1,92 @@
-"""Loads and stores of tiles: [rows, columns] of an array whose rows are `stride` apart."""
+"""Loads and stores of tiles and vectors."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class Rows(NamedTuple):
+    """How the rows of one head lie in an array [b, tokens, heads, width]."""
+
+    STRIDE: tl.constexpr  # elements between two rows
+    WIDTH: tl.constexpr
+    PADDED: tl.constexpr  # columns of a tile: a power of two, at least WIDTH
+
+
+class Pairs(NamedTuple):
+    """An array [b, h, t, s] and its strides, which are 0 along axes that are broadcast."""
+
+    base: Any
+    batch: Any
+    head: Any
+    query: Any
+    key: Any
+
+
+class Place(NamedTuple):
+    """Batch and query head of a tile, in 64 bits."""
+
+    batch: Any
+    head: Any
+
+
 @triton.jit
-def tile_pointers(base, row, stride, ROWS: tl.constexpr, PADDED: tl.constexpr):
+def tile_pointers(base, rows, row, ROWS: tl.constexpr):
     # 64 bits for the row alone. Offsets inside a tile, added up first and kept over a loop, cost
     # forward 9 % on an H200 (d = 128): in this order the compiler advances pointers instead.
     o_r = tl.arange(0, ROWS)
-    return base + row.to(tl.int64) * stride + o_r[:, None] * stride + tl.arange(0, PADDED)[None, :]
+    first = base + row.to(tl.int64) * rows.STRIDE
+    return first + o_r[:, None] * rows.STRIDE + tl.arange(0, rows.PADDED)[None, :]
 
 
 @triton.jit
-def load_tile(
-    base,
-    row,
-    stride,
-    num_rows,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PADDED: tl.constexpr,
-    CHECKED: tl.constexpr,
-):
-    """Rows from `row` on; columns beyond COLUMNS, and CHECKED rows beyond `num_rows`, are 0."""
-    o_r = tl.arange(0, ROWS)
-    o_c = tl.arange(0, PADDED)
-    p = tile_pointers(base, row, stride, ROWS, PADDED)
+def load_tile(base, rows, row, count, valid, ROWS: tl.constexpr, CHECKED: tl.constexpr):
+    """Rows from `row` on, [ROWS, PADDED]; `base` points to the first of `count`.
+
+    Zeros stand in columns beyond WIDTH, in CHECKED rows beyond `count`, and in rows that are not
+    `valid`; None: all rows are.
+    """
+    p = tile_pointers(base, rows, row, ROWS)
+    inside = tl.full([1, 1], 1, tl.int1)
     if CHECKED:
-        m_r = (row + o_r < num_rows)[:, None]
-        if PADDED == COLUMNS:
-            return tl.load(p, mask=m_r, other=0.0)
-        else:
-            return tl.load(p, mask=m_r & (o_c < COLUMNS)[None, :], other=0.0)
+        inside = inside & (row + tl.arange(0, ROWS) < count)[:, None]
+    if valid is not None:
+        inside = inside & valid[:, None]
+    if rows.PADDED != rows.WIDTH:
+        inside = inside & (tl.arange(0, rows.PADDED) < rows.WIDTH)[None, :]
+    if CHECKED or (valid is not None) or (rows.PADDED != rows.WIDTH):
+        return tl.load(p, mask=inside, other=0.0)
     else:
-        if PADDED == COLUMNS:
-            return tl.load(p)
-        else:
-            return tl.load(p, mask=(o_c < COLUMNS)[None, :], other=0.0)
+        return tl.load(p)
 
 
 @triton.jit
-def tile_mask(row, num_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
-    """Which elements of a tile are inside the array."""
-    m = (row + tl.arange(0, ROWS) < num_rows)[:, None]
-    return m & (tl.arange(0, PADDED) < COLUMNS)[None, :]
+def store_tile(base, rows, row, count, tile, ROWS: tl.constexpr):
+    """Stores what is inside the array, in its dtype."""
+    inside = (row + tl.arange(0, ROWS) < count)[:, None]
+    inside = inside & (tl.arange(0, rows.PADDED) < rows.WIDTH)[None, :]
+    p = tile_pointers(base, rows, row, ROWS)
+    tl.store(p, tile.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_row(base, row, num_rows, ROWS: tl.constexpr, OTHER: tl.constexpr):
+def load_row(base, row, count, ROWS: tl.constexpr, OTHER: tl.constexpr):
     """A vector of neighbouring elements; OTHER beyond the end."""
     o_r = row + tl.arange(0, ROWS)
-    return tl.load(base + o_r, mask=o_r < num_rows, other=OTHER)
+    return tl.load(base + o_r, mask=o_r < count, other=OTHER)
 
 
 @triton.jit
-def load_pairs(base, o_q, o_k, stride_q, stride_k, num_q, num_k):
+def load_pairs(pairs, at, o_q, o_k, num_q, num_k):
     """A tile of an array over pairs; the two offsets are expanded against each other."""
     inside = (o_q < num_q) & (o_k < num_k)
-    return tl.load(
-        base + o_q.to(tl.int64) * stride_q + o_k.to(tl.int64) * stride_k, mask=inside, other=0
-    )
+    base = pairs.base + at.batch * pairs.batch + at.head * pairs.head
+    p = base + o_q.to(tl.int64) * pairs.query + o_k.to(tl.int64) * pairs.key
+    return tl.load(p, mask=inside, other=0)
 
 
 @triton.jit
-def finite(x):
-    """Zeros for what is not finite: a masked pair multiplies it by zero, and 0 * nan is nan."""
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
-
-
-@triton.jit
-def spoiled(x):
-    """Which rows of a tile hold something that is not finite."""
-    return tl.max(tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
-
-
-@triton.jit
-def odd_rows(x):
-    """0 for each row of a tile, or nan where it holds inf or nan: one instruction an element."""
-    return tl.sum(x * 0.0, 1)
-
-
-@triton.jit
-def any_odd(x):
-    """Whether a tile holds inf or nan: what came of a product with something nobody should see?"""
-    return (tl.sum(x * 0.0) == 0.0) == 0  # over both axes at once: one exchange of warps
+def finite_rows(x):
+    """Which rows of a tile hold neither inf nor nan: one instruction an element."""
+    return tl.sum(x * 0.0, 1) == 0.0

@@ -24,6 +24,6 @@ kernel_registry.register(
     Backend.GPU,
     backward=bwd.backward,
     config=config,
-    version=9,
+    version=10,
     requires=_requires,
 )(fwd.forward)

@@ -2,22 +2,29 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.callib import next_power_of_2, strides_from_shape
+from ejkernel.callib import Cost, next_power_of_2, strides_from_shape
 from ejkernel.kernels._shared import precision
-from ejkernel.kernels._triton._blocks import ranges
+from ejkernel.kernels._triton._blocks import (
+    addresses,
+    attention,
+    block_ranges,
+    logits,
+    mask,
+    philox,
+    ranges,
+    softmax,
+)
 from ejkernel.kernels._triton.flash_attention import config
 
-# Sizes that the code does not depend on: a call and its reduced twin share one compiled kernel.
-# Lengths are not among them: a multiple of 16 makes loads of row vectors wide.
-LOOSE = ("offset", "left", "right", "num_sinks", "span", "num_flags", "flag_rows")
-_LOG2_E = 1.4426950408889634
-# where a cap of half precision may err by 2.4e-6 times itself: see `pairs.below_cap`
-_LOW_CAP, _HIGH_CAP = 2.0**-6, 256.0
+# above it, an error of 2e-7 of the cap matters to half precision
+_LARGE_CAP = 256.0
 # up to 4096 tokens up to 5 % faster on an H200, at 16384 up to 6 % slower (docs/measured.md)
 _TURNS, _TURNS_LENGTH = 32, 4096
 
@@ -47,136 +54,123 @@ class Call:
         self.cut_keys = bool(self.tokens.num_k % cfg.block_k)
         self.cut = self.cut_queries or self.cut_keys
         self.masks = windowed or bool(self.tokens.ids) or self.cut
-        self.sink_block = 1
-        if args.softmax_aux is not None:
-            self.sink_block = next_power_of_2(args.softmax_aux.shape[1])
 
     @functools.cached_property
     def mask(self) -> jax.Array | None:
         mask = self.args.attention_mask
         return None if mask is None else mask.astype(jnp.int8)
 
-    @functools.cached_property
-    def ids(self) -> list[Any]:
-        flat = [x for pair in self.tokens.ids for x in pair]
-        return [*flat, *[None] * (4 - len(flat))]
-
     def key_table(self) -> jax.Array | None:
-        return self._table(ranges.key_table)
+        return self._table(block_ranges.key_table)
 
     def query_table(self) -> jax.Array | None:
-        return self._table(ranges.query_table)
+        return self._table(block_ranges.query_table)
 
     def _table(self, build: Any) -> jax.Array | None:
         window, cfg = self.args.sliding_window, self.cfg
         return build(self.tokens, window, cfg.block_q, cfg.block_k)
 
-    def operands(self, table: jax.Array | None, num_heads: int) -> list[Any]:
-        """What kernels begin with, for programs of so many heads."""
-        args = self.args
-        sizes = [*self._sizes(table), self.span(num_heads)]
-        return [args.query, args.key, args.value, *self._inputs(), table, *sizes]
+    @property
+    def causal(self) -> bool:
+        return self.args.sliding_window[1] is not None
 
-    def span(self, num_heads: int) -> int:
-        """How many lines, the heads of a batch, take turns: under a causal mask their longest
-        blocks then start before any short one. Long lines do not: they were slower so.
+    def inputs(self, table: jax.Array | None, num_heads: int) -> dict[str, Any]:
+        """What every kernel takes, for programs of so many heads; `table` is their schedule's."""
+        step = None if table is None else 0 if table.shape[0] == 1 else math.prod(table.shape[1:])
+        return {
+            "query": self.args.query,
+            "key": self.args.key,
+            "value": self.args.value,
+            "attention": self._attention(),
+            "schedule": block_ranges.Schedule(table, step, self.interleaved(num_heads)),
+        }
+
+    def interleaved(self, num_heads: int) -> int:
+        """How many (batch, head) pairs take turns: under a causal mask their longest blocks then
+        start before any short one. In long calls they do not: these were slower so.
         """
-        causal = self.args.sliding_window[1] is not None
-        if not causal or max(self.tokens.num_q, self.tokens.num_k) > _TURNS_LENGTH:
+        if not self.causal or max(self.tokens.num_q, self.tokens.num_k) > _TURNS_LENGTH:
             return 1
         return math.gcd(self.args.query.shape[0] * num_heads, _TURNS)
 
-    def _inputs(self) -> list[Any]:
-        """The optional arrays, None where absent, up to the table."""
+    def cost(self, products: float) -> Cost | None:
+        """Of kernels that compute so many products of each head size; None if ids decide."""
+        if not self.tokens.plain or self.mask is not None:
+            return None
+        batch, _, num_heads, d = self.args.query.shape
+        num_k = self.tokens.num_k
+        position = np.arange(self.tokens.num_q) + self.tokens.offset
+        left, right = (num_k + len(position) if w is None else w for w in self.args.sliding_window)
+        last = np.minimum(position + right, num_k - 1)
+        visible = np.maximum(last - np.maximum(position - left, 0) + 1, 0).sum()
+        pairs = batch * num_heads * int(visible)
+        return Cost(flops=int(2 * products * pairs * (d + self.args.value.shape[-1])))
+
+    def sinks(self) -> softmax.Sinks | None:
+        x = self.args.softmax_aux
+        if x is None:
+            return None
+        num = x.shape[1]
+        return softmax.Sinks(x, 0 if x.shape[0] == 1 else num, num, next_power_of_2(num))
+
+    def _attention(self) -> attention.Attention:
+        args, of, given = self.args, self.tokens, self.positions[0] is not None
+        _, _, num_heads, d = args.query.shape
+        _, _, num_groups, e = args.value.shape
+        limits = args.sliding_window
+        if not given:  # nothing is farther away, and sums fit into 32 bits
+            limits = [None if x is None else min(x, of.num_q + of.num_k) for x in limits]
+        window = mask.window(limits, of.offset)
+        return attention.Attention(
+            num_q=of.num_q,
+            num_k=of.num_k,
+            HEADS=num_heads,
+            KEY_HEADS=num_groups,
+            GROUP=num_heads // num_groups,
+            query_rows=_rows(num_heads, d),
+            key_rows=_rows(num_groups, d),
+            value_rows=_rows(num_groups, e),
+            out_rows=_rows(num_heads, e),
+            PRECISION=dot_precision(args.query.dtype),
+            queries=block_ranges.token_bundle(of, 0, positions=given),
+            keys=block_ranges.token_bundle(of, 1, positions=given),
+            mask=mask.Mask(window, pairs(self.mask), self.cut, self.masks),
+            scores=self._scores(),
+            dropout=self._dropout(),
+            drop_offset=args.dropout_offset if args.dropout_prob else None,
+        )
+
+    def _scores(self) -> logits.Scores:
         args = self.args
-        prob = args.dropout_prob
-        return [
-            args.bias,
-            self.mask,
-            args.softmax_aux,
-            args.alibi_slopes,
-            args.dropout_seed if prob else None,
-            args.dropout_offset if prob else None,
-            *self.ids,
-            *self.positions,
-        ]
-
-    def _sizes(self, table: jax.Array | None) -> list[int]:
-        """Lengths, window and strides."""
-        args, of = self.args, self.tokens
-        left, right = (x or 0 for x in args.sliding_window)
-        if self.positions[0] is None:  # nothing is farther away, and sums fit into 32 bits
-            left, right = (min(x, of.num_q + of.num_k) for x in (left, right))
-        return [
-            of.num_q,
-            of.num_k,
-            of.offset,
-            left,
-            right,
-            *pair_strides(args.bias),
-            *pair_strides(args.attention_mask),
-            *(_row_stride(x) for x in self.ids),
-            *(_row_stride(x) for x in self.positions),
-            0 if table is None or table.shape[0] == 1 else table.shape[1] * table.shape[2],
-            0 if args.softmax_aux is None or args.softmax_aux.shape[0] == 1 else self.num_sinks,
-            self.num_sinks,
-        ]
-
-    @property
-    def exact(self) -> bool:
-        """Whether backward has exact weights at once: where they are not what takes the time."""
-        offsets = self.args.bias is not None or self.args.alibi_slopes is not None
-        return self.args.query.dtype.itemsize >= 4 or offsets
-
-    @property
-    def num_sinks(self) -> int:
-        return 0 if self.args.softmax_aux is None else self.args.softmax_aux.shape[1]
-
-    def constants(self) -> dict[str, Any]:
-        args, cfg = self.args, self.cfg
-        d, e = args.query.shape[-1], args.value.shape[-1]
-        left, right = args.sliding_window
         extras = (args.bias, args.alibi_slopes, args.logits_soft_cap)
         # the maximum of a row is found before scaling, which a factor <= 0 would turn around
         natural = any(x is not None for x in extras) or args.softmax_scale <= 0
-        units = _LOG2_E if natural else float(args.softmax_scale) * _LOG2_E
-        cap = None if args.logits_soft_cap is None else float(args.logits_soft_cap)
-        # what is added to capped scores is in natural units, and then they are too
-        short = cap is not None and args.query.dtype.itemsize < 4 and _LOW_CAP <= cap <= _HIGH_CAP
-        short &= args.bias is None and args.alibi_slopes is None
-        prob = args.dropout_prob
-        return {
-            "D": d,
-            "E": e,
-            "BD": max(next_power_of_2(d), 16),
-            "BE": max(next_power_of_2(e), 16),
-            "BQ": cfg.block_q,
-            "BK": cfg.block_k,
-            "HEADS": args.query.shape[2],
-            "GROUP": args.query.shape[2] // args.key.shape[2],
-            "SCALE": float(args.softmax_scale),
-            "NATURAL": natural,
-            "UNITS": 2.0 * cap * _LOG2_E if short else units,
-            "SHIFT": cap if short else 0.0,
-            "CAP": cap,
-            "IDS": len(self.tokens.ids),
-            "LEFT": left is not None,
-            "RIGHT": right is not None,
-            "THRESHOLD": int(prob * 2.0**32) if prob else None,
-            "KEPT": 1.0 / (1.0 - prob),
-            "CUT": self.cut,
-            "MASKS": self.masks,
-            "PRECISION": dot_precision(args.query.dtype),
-        }
+        return logits.Scores(
+            bias=pairs(args.bias),
+            slopes=args.alibi_slopes,
+            SCALE=float(args.softmax_scale),
+            CAP=None if args.logits_soft_cap is None else float(args.logits_soft_cap),
+            FINE=args.query.dtype.itemsize >= 4 or (args.logits_soft_cap or 0.0) > _LARGE_CAP,
+            FACTOR=1.0 if natural else float(args.softmax_scale),
+        )
+
+    def _dropout(self) -> philox.Dropout | None:
+        args = self.args
+        if not (prob := args.dropout_prob):
+            return None
+        threshold, factor = int(prob * 2.0**32), 1.0 / (1.0 - prob)
+        return philox.Dropout(args.dropout_seed, threshold, factor)
 
 
-def pair_strides(x: Any) -> list[int]:
-    """Strides of [b, h, t, s], 0 along broadcast axes."""
-    if x is None:
-        return [0] * 4
-    steps = strides_from_shape(x.shape)
-    return [0 if size == 1 else step for size, step in zip(x.shape, steps, strict=True)]
+def _rows(heads: int, width: int) -> addresses.Rows:
+    return addresses.Rows(heads * width, width, max(next_power_of_2(width), 16))
 
 
-def _row_stride(x: Any) -> int:
-    return 0 if x is None or x.shape[0] == 1 else x.shape[1]
+def pairs(x: Any) -> addresses.Pairs | None:
+    """An array [b, h, t, s] with its strides, 0 along broadcast axes."""
+    return None if x is None else addresses.Pairs(x, *pair_strides(x.shape))
+
+
+def pair_strides(shape: Sequence[int]) -> list[int]:
+    steps = strides_from_shape(shape)
+    return [0 if size == 1 else step for size, step in zip(shape, steps, strict=True)]
