@@ -104,10 +104,13 @@ def entries(call: Call, mode: str, wanted: Any = None) -> Iterator[tuple[Any, st
 
 
 def kernel_of(op: str) -> Any:
-    """The kernel class that stands for an op."""
-    import ejkernel.modules  # noqa: F401 - its classes make themselves known
+    """The kernel that stands for an op in `ejkernel.modules`."""
+    import ejkernel.modules  # noqa: F401 - it knows how to import its classes
 
-    return _op_kernel.OpKernel.public[op]()
+    public = _op_kernel.OpKernel.public(op)
+    if public is None:
+        raise ValueError(f"`{op}` has no function in `ejkernel.modules`.")
+    return public()
 
 
 def of_entry(call: Call, entry: Any, mode: str) -> Ours:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ejkernel import _device, _settings
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _derived, _donation, _oracle, _spec
 from ejkernel.kernels._platforms import Backend, Platform, member
 from ejkernel.kernels._registry import KernelEntry, kernel_registry
