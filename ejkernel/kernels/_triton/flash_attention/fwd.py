@@ -44,15 +44,9 @@ def _add_values(
         p = tl.where(kept, p * attention.dropout.FACTOR, 0.0)
     if CLEAN:
         b_v = masks.load_real_tile(
-            value,
-            attention.value_rows,
-            row,
-            attention.num_k,
-            attention.keys,
-            block.at.batch,
-            BK,
+            value, attention.value_rows, row, attention.num_k, attention.keys, block.at.batch, BK,
             CHECKED,
-        )
+        )  # fmt: skip
     else:
         b_v = addresses.load_tile(
             value, attention.value_rows, row, attention.num_k, None, BK, CHECKED
