@@ -686,6 +686,23 @@ def test_ints_are_left_unspecialised_by_path(tmp_path):
     assert code(16).count("tt.divisibility = 16") == 3  # of the arrays
 
 
+@triton.jit
+def limit(x, affine):
+    return tl.minimum(x, affine.limit)
+
+
+@triton.jit
+def limit_kernel(affine, x, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(out + o, limit(tl.load(x + o), affine))
+
+
+def test_a_helper_may_have_the_name_of_a_member_that_it_reads():
+    bound = {"inputs": {"affine": Affine(None, "", 2, None), "x": X[:8]}, "outputs": {"out": OUT}}
+    made = triton_call(limit_kernel, **bound, grid=(1,), N=8)["out"]
+    np.testing.assert_array_equal(made[:8], np.minimum(X[:8], 2))
+
+
 def test_a_path_of_no_parameter_is_refused():
     @triton.jit(do_not_specialize=("nothing.limit",))
     def kernel(x, out):

@@ -59,7 +59,7 @@ def _large(lse: jax.Array) -> jax.Array:
 def _over_keys(args: Any, cfg: config.Config, rows: dict[str, Any], wanted: Any) -> dict[str, Any]:
     """dk and dv, and dbias if wanted."""
     batch, s, num_groups, _ = args.key.shape
-    made = call.Call(args, cfg)
+    prepared = call.Call(args, cfg)
     dbias, sums = None, None
     if "bias" in wanted:
         # sums in a fixed order need every pair apart: full-sized, and reduced afterwards
@@ -69,15 +69,15 @@ def _over_keys(args: Any, cfg: config.Config, rows: dict[str, Any], wanted: Any)
         sums = bwd_keys.BiasSums(*call.pair_strides(shape), shape[2] == 1, shape[3] == 1)
     found = triton_call(
         bwd_keys.flash_attention_bwd_dkv_kernel,
-        inputs=made.inputs(made.query_table(), num_groups) | rows | {"sums": sums},
+        inputs=prepared.inputs(prepared.query_table(), num_groups) | rows | {"sums": sums},
         outputs={"dk": _like(args.key), "dv": _like(args.value), "dbias": dbias},
         grid=(cdiv(s, cfg.block_k) * num_groups * batch,),
         zeroed=("dbias",),
-        cost=made.cost(products=2),
+        cost=prepared.cost(products=2),
         **cfg.launch(),
         BQ=cfg.block_q,
         BK=cfg.block_k,
-        CHECKED=made.cut_queries,
+        CHECKED=prepared.cut_queries,
         EXACT=bool(_is_exact(args)),
     )
     grads = {"key": found["dk"], "value": found["dv"]}
@@ -91,18 +91,18 @@ def _over_queries(args: Any, cfg: config.Config, rows: dict[str, Any]) -> jax.Ar
     """dq, each row summed by one program."""
     batch, t, num_heads, _ = args.query.shape
     cfg = config.over_queries(cfg)
-    made = call.Call(args, cfg)
+    prepared = call.Call(args, cfg)
     found = triton_call(
         bwd_queries.flash_attention_bwd_dq_kernel,
-        inputs=made.inputs(made.key_table(), num_heads) | rows,
+        inputs=prepared.inputs(prepared.key_table(), num_heads) | rows,
         outputs={"dq": _like(args.query)},
         grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
-        cost=made.cost(products=1.5),
+        cost=prepared.cost(products=1.5),
         **cfg.launch(),
         BQ=cfg.block_q,
         BK=cfg.block_k,
-        CHECKED=made.cut_keys,
-        REVERSED=made.causal,
+        CHECKED=prepared.cut_keys,
+        REVERSED=prepared.causal,
         EXACT=bool(_is_exact(args)),
     )
     return found["dq"]

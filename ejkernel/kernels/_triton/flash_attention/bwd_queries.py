@@ -28,25 +28,13 @@ def _over_keys(
         masked = (j < bounds.full) | (j >= bounds.ragged)
         row = j * BK
         b_k = masks.load_real_tile(  # [BK, BD]
-            key,
-            attention.key_rows,
-            row,
-            attention.num_k,
-            attention.keys,
-            block.at.batch,
-            BK,
+            key, attention.key_rows, row, attention.num_k, attention.keys, block.at.batch, BK,
             CHECKED,
-        )
+        )  # fmt: skip
         b_v = masks.load_real_tile(  # [BK, BE]
-            value,
-            attention.value_rows,
-            row,
-            attention.num_k,
-            attention.keys,
-            block.at.batch,
-            BK,
+            value, attention.value_rows, row, attention.num_k, attention.keys, block.at.batch, BK,
             CHECKED,
-        )
+        )  # fmt: skip
         dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
         # a branch on `masked` before exp2 does not cut the flow of products
         x, capped = common.scores(dots, j, masked, block, attention, BK)
@@ -96,14 +84,15 @@ def flash_attention_bwd_dq_kernel(
         # One of the two loops is empty. A branch in a single loop would be predicated, and its
         # instructions would take their time in every call.
         split = tl.where(tl.load(large) != 0, first, last)
-        acc = _over_keys(
-            acc, b_q, b_do, rows, key, value, block,
-            block_ranges.Bounds(split, full, ragged, last), attention, BK, CHECKED, True,
-        )  # fmt: skip
     acc = _over_keys(
         acc, b_q, b_do, rows, key, value, block,
         block_ranges.Bounds(first, full, ragged, split), attention, BK, CHECKED, EXACT,
     )  # fmt: skip
+    if large is not None:
+        acc = _over_keys(
+            acc, b_q, b_do, rows, key, value, block,
+            block_ranges.Bounds(split, full, ragged, last), attention, BK, CHECKED, True,
+        )  # fmt: skip
     acc *= attention.scores.SCALE
     if attention.queries.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)

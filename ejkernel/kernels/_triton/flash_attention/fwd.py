@@ -44,15 +44,9 @@ def _add_values(
         p = tl.where(kept, p * attention.dropout.FACTOR, 0.0)
     if CLEAN:
         b_v = masks.load_real_tile(
-            value,
-            attention.value_rows,
-            row,
-            attention.num_k,
-            attention.keys,
-            block.at.batch,
-            BK,
+            value, attention.value_rows, row, attention.num_k, attention.keys, block.at.batch, BK,
             CHECKED,
-        )
+        )  # fmt: skip
     else:
         b_v = addresses.load_tile(
             value, attention.value_rows, row, attention.num_k, None, BK, CHECKED
@@ -175,8 +169,8 @@ def _has_fixed_reference(args: Any) -> bool:
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Outputs (out, and lse when asked for) and residuals (lse)."""
     batch, t, num_heads, _ = args.query.shape
-    made = call.Call(args, cfg)
-    inputs = made.inputs(made.key_table(), num_heads) | {"sinks": made.sinks()}
+    prepared = call.Call(args, cfg)
+    inputs = prepared.inputs(prepared.key_table(), num_heads) | {"sinks": prepared.sinks()}
     programs = cdiv(t, cfg.block_q) * num_heads * batch
     out_shape = (*args.query.shape[:3], args.value.shape[-1])
     outputs = {
@@ -186,8 +180,8 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     shared = {
         "grid": (programs,),
         "BQ": cfg.block_q,
-        "CHECKED": made.cut_keys,
-        "REVERSED": made.causal,
+        "CHECKED": prepared.cut_keys,
+        "REVERSED": prepared.causal,
     }
     old, split, careful = dict.fromkeys(("flags", "old_out", "old_lse")), 1, cfg
     if _has_fixed_reference(args):
@@ -195,7 +189,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
             flash_attention_fwd_kernel,
             inputs=inputs,
             outputs=outputs | {"flags": jax.ShapeDtypeStruct((programs,), jnp.int32)},
-            cost=made.cost(products=1),
+            cost=prepared.cost(products=1),
             **cfg.launch(),
             **shared,
             BK=cfg.block_k,
@@ -208,7 +202,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         inputs=inputs | old,
         outputs=outputs,
         aliases={"out": "old_out", "lse": "old_lse"} if old["flags"] is not None else None,
-        cost=made.cost(products=1) if old["flags"] is None else None,
+        cost=prepared.cost(products=1) if old["flags"] is None else None,
         **careful.launch(),
         **shared,
         BK=careful.block_k,
