@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._ring import gather, schedule
@@ -166,6 +167,34 @@ def test_equals_flash_attention_on_the_gathered_arrays(name):
     static = {n: x for n, x in options.items() if n not in arrays_given}
     actual = answers(split, arrays_given, wanted, **static)
     assert_same(actual, answers(whole, arrays_given, wanted, **static))
+
+
+INTERPRETED = {
+    "contiguous": (Split(2), {"causal": True, "return_lse": True}),
+    "zigzag_segments_window": (
+        Split(2, "zigzag"),
+        {"causal": True, "sliding_window": 9, "q_segment_ids": segments()},
+    ),
+    "ulysses": (Split(2, "contiguous", "ulysses"), {"causal": True, "logits_soft_cap": 4.0}),
+    "allgather": (Split(2, "zigzag", "allgather"), {"causal": True}),
+    "four_devices": (Split(4, "zigzag"), {"causal": True, "return_lse": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "four_devices" else []) for n in INTERPRETED],
+)
+def test_tritons_attention_inside_a_ring(name):
+    pytest.importorskip("triton")
+    split, options = host.to_jax(INTERPRETED[name])
+    xs, wanted = arrays(), (*QKV, "softmax_aux")
+    given = {n: xs[n] for n in wanted}
+    given |= {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    static = {n: x for n, x in options.items() if n not in given}
+    expected = answers(whole, given, wanted, **static)
+    with _settings.override(interpret=True):
+        assert_same(answers(split, given, wanted, **static, platform="triton"), expected)
 
 
 @pytest.mark.parametrize(

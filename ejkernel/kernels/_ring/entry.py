@@ -1,6 +1,6 @@
 """`ring_attention` on a platform: the schedule around that platform's `flash_attention`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,13 @@ class RingEntry:
                 "drops weights by indices within a block, which are those of the whole sequence on "
                 f"one device or with strategy='ulysses', not with {strategy!r}"
             )
-        reasons = (self.inner.why_not(call) for call in _blocks(args))
-        return next((reason for reason in reasons if reason is not None), None)
+        return _first(self.inner.why_not(call) for call in _blocks(args))
+
+    def backward_requires(self, args: RingAttentionArgs) -> str | None:
+        return _first(self.inner.backward_requires(call) for call in _blocks(args))
+
+    def device_requires(self, args: RingAttentionArgs, target: Target) -> str | None:
+        return _first(self.inner.device_requires(call, target) for call in _blocks(args))
 
     # Configuration
 
@@ -66,6 +71,10 @@ class RingEntry:
 
     def from_params(self, guess: Any, settings: dict[str, int]) -> Any:
         return self.inner.config.from_params(guess, settings)
+
+
+def _first(reasons: Iterable[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _module(args: RingAttentionArgs) -> Any:
@@ -142,4 +151,7 @@ def register(platform: Platform, backend: Backend) -> None:
         backward=entry.backward,
         config=entry,
         requires=entry.requires,
+        backward_requires=entry.backward_requires,
+        device_requires=entry.device_requires,
+        version=entry.inner.version,
     )(entry.forward)
