@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels import _spec, kernel_registry
+from ejkernel.kernels import _spec, _types, kernel_registry
 
 _ATTENTION = dict.fromkeys(("query", "key", "value"), (1, 4096, 8, 128))
 _SHAPES = {"attention": _ATTENTION, "flash_attention": _ATTENTION}
@@ -25,7 +25,7 @@ class Call:
     def args(self, arrays: Mapping[str, Any]) -> Any:
         """The canonical arguments, inside a trace."""
         values = self.spec.unpack(self.spec.complete({**arrays, **self.options}))
-        _spec.check_types(self.spec.name, self.spec.args, values)
+        _types.check_types(self.spec.name, self.spec.args, values)
         return self.spec.canonicalize(values)
 
 

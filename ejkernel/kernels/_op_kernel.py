@@ -13,7 +13,7 @@ import numpy as np
 
 from ejkernel import _device, _settings
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels import _derived, _donation, _oracle, _spec
+from ejkernel.kernels import _derived, _donation, _oracle, _spec, _types
 from ejkernel.kernels._platforms import Backend, Platform, member
 from ejkernel.kernels._registry import KernelEntry, kernel_registry
 from ejkernel.ops import registry
@@ -104,7 +104,7 @@ class OpKernel(Kernel):
         request = self._request(call)
         values = self.spec.unpack({n: v for n, v in call.items() if n not in CALL_ARGUMENTS})
         if _settings.current().typecheck:
-            _spec.check_types(self.op, self.spec.args, values)
+            _types.check_types(self.op, self.spec.args, values)
         return self.spec.canonicalize(values), request
 
     def _request(self, call: dict[str, Any]) -> Request:
@@ -206,7 +206,7 @@ class OpKernel(Kernel):
             for name, x in document["arrays"].items()
         }
         statics = {
-            f.name: msgspec.convert(document["statics"][f.name], _spec.plain_type(f.type))
+            f.name: msgspec.convert(document["statics"][f.name], _types.plain_type(f.type))
             for f in _spec.static_fields(self.spec.args)
             if f.name not in arrays
         }

@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import operator
-import reprlib
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Integer
 
+from ejkernel.kernels._types import (
+    array_type,
+    axes_of,
+    brief,
+)
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import AbstractArgs
 
@@ -26,19 +27,6 @@ _INT32 = np.iinfo(np.int32)
 # arguments that hold the offsets of packed sequences, in every op that has them
 _OFFSETS = ("cu_seqlens", "cum_seqlens_q", "cum_seqlens_k")
 _EXAMPLE_SCALE = 0.1  # of an option that is data of the call, about head size ** -0.5
-
-_repr = reprlib.Repr()
-_repr.maxlist = _repr.maxtuple = 8
-_repr.maxother = _repr.maxstring = 100
-
-
-def brief(value: Any) -> str:
-    """The repr of a value for a message; what is long is cut."""
-    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
-        if value.size <= 16:
-            return str(np.asarray(value).tolist())
-        return f"{_repr.repr(np.asarray(value).tolist())} with shape {list(value.shape)}"
-    return _repr.repr(value)
 
 
 def known(value: Any) -> np.ndarray | None:
@@ -160,7 +148,7 @@ def static_fields(cls: type) -> tuple[dataclasses.Field, ...]:
 @functools.cache
 def traceable_fields(cls: type) -> tuple[dataclasses.Field, ...]:
     """The options that a call may also give as arrays."""
-    return tuple(f for f in static_fields(cls) if _array_type(f.type) is not None)
+    return tuple(f for f in static_fields(cls) if array_type(f.type) is not None)
 
 
 @functools.cache
@@ -346,7 +334,7 @@ class OpSpec:
 
     def layout(self, args: Any) -> Layout | None:
         """The axes of the arrays; None when their annotations do not tell."""
-        if not all(_array_type(f.type) for f in array_fields(self.args)) or not self.output_axes:
+        if not all(array_type(f.type) for f in array_fields(self.args)) or not self.output_axes:
             return None
         return Layout(
             arrays=self._axes(args),
@@ -377,7 +365,7 @@ def _without_tracer(value: Any) -> Any:
 @functools.cache
 def _integer_names(cls: type) -> tuple[str, ...]:
     """The arrays that are annotated as `Int`: ids, lengths, offsets and tables."""
-    kinds = {f.name: _array_type(f.type) for f in array_fields(cls)}
+    kinds = {f.name: array_type(f.type) for f in array_fields(cls)}
     return tuple(name for name, t in kinds.items() if t and t.__name__.startswith("Int["))
 
 
@@ -409,113 +397,3 @@ def _load(path: str | Callable[..., Any]) -> Callable[..., Any]:
         return path
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
-
-
-def _array_type(annotation: Any) -> Any:
-    return next((t for t in _alternatives(annotation) if hasattr(t, "dim_str")), None)
-
-
-def plain_type(annotation: Any) -> Any:
-    """The type of an option without the arrays that may stand for it."""
-    kinds = [t for t in _alternatives(annotation) if not hasattr(t, "dim_str")]
-    return functools.reduce(operator.or_, kinds)
-
-
-@functools.cache
-def axes_of(annotation: Any) -> tuple[str, ...]:
-    """The axis names of a jaxtyping annotation."""
-    return tuple(a.lstrip("#") for a in _array_type(annotation).dim_str.split())
-
-
-def check_types(op: str, cls: type, values: Mapping[str, Any]) -> None:
-    """Checks public arguments against the annotations of an args type; axes must agree."""
-    sizes: dict[str, tuple[int, str]] = {}
-    for field in dataclasses.fields(cls):
-        if field.name not in values:
-            continue
-        value = values[field.name]
-        if field.metadata.get("static"):
-            _check_static(op, field, value)
-        elif value is not None or field.default is _MISSING:
-            _check_array(op, field, value, sizes)
-
-
-def _check_static(op: str, field: dataclasses.Field, value: Any) -> None:
-    from beartype import BeartypeConf
-    from beartype.door import is_bearable
-
-    if isinstance(value, jax.Array) and _array_type(field.type) is not None:
-        return  # canonicalization checks it, with a message of its own
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"`{op}`: `{field.name}` is part of the compiled program and must be a Python value; "
-            f"got {value.dtype}{list(value.shape)}, an array or traced value."
-        )
-    plain = value.item() if isinstance(value, np.generic) else value
-    hint: Any = plain_type(field.type)
-    if not is_bearable(plain, hint, conf=BeartypeConf(is_pep484_tower=True)):
-        name = getattr(hint, "__name__", None) or str(hint)
-        raise TypeError(
-            f"`{op}`: `{field.name}` must be {name.replace('typing.', '')}; "
-            f"got {brief(value)} of type {type(value).__name__}."
-        )
-
-
-def check_library(what: str, value: Any) -> None:
-    """Refuses arrays of other libraries, such as torch's tensors; `what` names the argument."""
-    if isinstance(value, jax.Array) or isinstance(value.dtype, np.dtype):
-        return
-    kind = type(value)
-    raise TypeError(
-        f"{what} must be a JAX or NumPy array; got a {kind.__module__}.{kind.__name__} of "
-        f"{value.dtype}{list(value.shape)}. Convert it, for example with `jnp.from_dlpack(x)`, or "
-        "`jnp.asarray(x.detach().cpu().numpy())` of a torch tensor."
-    )
-
-
-def _check_array(
-    op: str, field: dataclasses.Field, value: Any, sizes: dict[str, tuple[int, str]]
-) -> None:
-    annotation = _array_type(field.type)
-    axes = [] if annotation is None else annotation.dim_str.split()
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(
-            f"`{op}`: `{field.name}` must be an array [{', '.join(axes)}]; "
-            f"got {brief(value)} of type {type(value).__name__}. Convert it with `jnp.asarray`."
-        )
-    check_library(f"`{op}`: `{field.name}`", value)
-    if annotation is None:  # an op from outside that does not say more
-        return
-    kind, dtypes = annotation.__name__.partition("[")[0], annotation.dtypes
-    if kind == "Int":  # unsigned ids and lengths are converted, see `_check_integers`
-        kind, dtypes = "Integer", Integer.dtypes
-    if isinstance(dtypes, list | tuple) and str(value.dtype) not in dtypes:
-        raise TypeError(
-            f"`{op}`: `{field.name}` must have a dtype of kind {kind}; got {value.dtype}."
-        )
-    bound = ", ".join(f"{a}={sizes[a][0]} (from `{sizes[a][1]}`)" for a in axes if a in sizes)
-    rule = f"[{', '.join(axes)}]" + (f" with {bound}" if bound else "")
-    if len(value.shape) != len(axes):
-        if len(value.shape) in (field.metadata.get("ranks") or ()):
-            return
-        hint = field.metadata.get("hint", "")
-        raise ValueError(
-            f"`{op}`: `{field.name}` must have {len(axes)} axes, {rule}; got {value.shape}.{hint}"
-        )
-    full = tuple(sizes[a.lstrip("#")][0] if a.lstrip("#") in sizes else None for a in axes)
-    if None not in full and all(a.startswith("#") for a in axes):
-        broadcasts = True
-    else:
-        broadcasts = False
-    for axis, size in zip(axes, value.shape, strict=True):
-        free = axis.startswith("#") and size == 1
-        known = sizes.setdefault(axis.lstrip("#"), (size, field.name))[0] if not free else size
-        if known != size:
-            rule = f"broadcast to {full}" if broadcasts else f"have shape {rule}"
-            raise ValueError(f"`{op}`: `{field.name}` must {rule}; got {value.shape}.")

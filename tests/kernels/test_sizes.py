@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.kernels import _oracle, _spec, kernel_registry
+from ejkernel.kernels import _oracle, _spec, _types, kernel_registry
 from tests.kernels import harness, oracles
 
 SIZES = {"no_batch": ("b", 0), "one_row": ("b", 1), "one_token": ("t", 1), "one_key": ("s", 1)}
@@ -15,9 +15,9 @@ LENGTHS_OF_ITS_OWN = "blocksparse_attention"
 def rows():
     for op in kernel_registry.ops():
         fields = _spec.array_fields(kernel_registry.spec(op).args)
-        if not all(_spec._array_type(f.type) for f in fields):
+        if not all(_types.array_type(f.type) for f in fields):
             continue  # weights in a dict
-        axes = {axis for f in fields for axis in _spec.axes_of(f.type)}
+        axes = {axis for f in fields for axis in _types.axes_of(f.type)}
         for entry in kernel_registry.list(op):
             for name, (axis, _) in SIZES.items():
                 if axis in axes and not (op == LENGTHS_OF_ITS_OWN and axis != "b"):

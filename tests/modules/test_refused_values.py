@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel import _settings, modules, xla_utils
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _types
 from ejkernel.types import MaskInfo
 
 B, T, H, G, D = 1, 6, 2, 1, 4
@@ -203,8 +203,8 @@ def test_long_values_are_cut_in_messages():
         with pytest.raises(kind) as caught:
             call()
         assert len(str(caught.value)) < 400
-    assert _spec.brief(jnp.arange(3)) == "[0, 1, 2]"
-    assert _spec.brief(np.arange(99)) == "[0, 1, 2, 3, 4, 5, 6, 7, ...] with shape [99]"
+    assert _types.brief(jnp.arange(3)) == "[0, 1, 2]"
+    assert _types.brief(np.arange(99)) == "[0, 1, 2, 3, 4, 5, 6, 7, ...] with shape [99]"
 
 
 def test_a_negative_shape_is_named():

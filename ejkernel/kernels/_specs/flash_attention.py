@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _attention_cases, _common, _work_attention
 from ejkernel.kernels._specs._common import MASK_HINT, Window
 from ejkernel.ops.core.types import BwdParams, FwdParams
@@ -222,13 +222,13 @@ def check_values(values: dict[str, Any]) -> None:
         if (steps < 0).any():
             raise ValueError(
                 f"`flash_attention`: `{name}` must not decrease; entry {int(np.argmin(steps)) + 1} "
-                f"does: {_spec.brief(host)}."
+                f"does: {_types.brief(host)}."
             )
         longest = int(host[-1]) if batch == 1 else int(steps.max(initial=0))
         if longest > length or host[0] < 0:
             raise ValueError(
                 f"`flash_attention`: `{name}` reaches beyond the {length} tokens of `{data}`: "
-                f"{_spec.brief(host)}."
+                f"{_types.brief(host)}."
             )
 
 

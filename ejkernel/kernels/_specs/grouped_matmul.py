@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _common, _work_matmul
 from ejkernel.ops.core.sharding import Layout
 
@@ -167,7 +167,7 @@ def check_values(values: dict[str, Any]) -> None:
     if sizes is not None and ((sizes < 0).any() or sizes.sum() > rows):
         raise ValueError(
             f"`{OP}`: `group_sizes` must be >= 0 and sum to at most the {rows} rows of `lhs`; got "
-            f"{_spec.brief(sizes)}."
+            f"{_types.brief(sizes)}."
         )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _common, _linear_cases, _work_linear
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
@@ -151,7 +151,7 @@ def check_values(values: dict[str, Any]) -> None:
     if (np.diff(host) < 0).any() or (host.size and (host[0] < 0 or host[-1] > t)):
         raise ValueError(
             f"`cu_seqlens` must not decrease and must stay within the {t} tokens of `query`; got "
-            f"{_spec.brief(host)}."
+            f"{_types.brief(host)}."
         )
 
 

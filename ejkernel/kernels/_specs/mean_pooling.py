@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _common, _work_matmul
 from ejkernel.ops.core.sharding import Layout
 
@@ -80,7 +80,7 @@ def check_values(values: dict[str, Any]) -> None:
     if cuts is not None and ((np.diff(cuts) < 0).any() or cuts.max(initial=0) > length):
         raise ValueError(
             f"`{OP}`: `cu_seqlens` must not decrease, from 0 to at most the {length} tokens of "
-            f"`inputs`; got {_spec.brief(cuts)}."
+            f"`inputs`; got {_types.brief(cuts)}."
         )
 
 

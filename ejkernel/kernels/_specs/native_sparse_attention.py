@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels import _cases, _spec
+from ejkernel.kernels import _cases, _spec, _types
 from ejkernel.kernels._specs import _common, _work_sparse
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
@@ -156,7 +156,7 @@ def check_values(values: dict[str, Any], op: str = "native_sparse_attention") ->
         if (np.diff(cuts) < 0).any() or cuts.max(initial=0) > t:
             raise ValueError(
                 f"`{op}`: `cu_seqlens` must not decrease, from 0 to at most the {t} tokens of "
-                f"`query`; got {_spec.brief(cuts)}."
+                f"`query`; got {_types.brief(cuts)}."
             )
     if (counts := _spec.known(values["block_counts"])) is not None:
         if (least := int(counts.min(initial=1))) < 1:

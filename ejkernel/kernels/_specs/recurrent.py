@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ejkernel.kernels import _spec
+from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _common, _recurrent_cases, _work_linear
 from ejkernel.ops.core.sharding import Layout
 
@@ -87,7 +87,7 @@ def unpack(values: dict[str, Any]) -> dict[str, Any]:
     options = [call[name] for name in ("cell_type", "bidirectional", "reverse")]
     if not hasattr(call["inputs"], "dtype") or any(isinstance(x, jax.core.Tracer) for x in options):
         return call  # the check of types says more
-    _spec.check_library(f"`{OP}`: `inputs`", call["inputs"])
+    _types.check_library(f"`{OP}`: `inputs`", call["inputs"])
     cell_type = call["cell_type"]
     if cell_type not in GATES:
         raise ValueError(f"`{OP}`: `cell_type` must be one of {[*GATES]}; got {cell_type!r}.")
@@ -149,7 +149,7 @@ def _check_weight(
     if shape is None:
         got = type(weights[spelled]).__name__
         raise TypeError(f"`{OP}`: `weights[{spelled!r}]` must be an array; got {got}.")
-    _spec.check_library(f"`{OP}`: `weights[{spelled!r}]`", weights[spelled])
+    _types.check_library(f"`{OP}`: `weights[{spelled!r}]`", weights[spelled])
     rule = {"w_ih": f"[{gates} * d, i]", "w_hh": f"[{gates} * d, d]"}.get(name, f"[{gates} * d]")
     d = states.shape[-1] if getattr(states, "ndim", 0) == 2 else None
     wanted: tuple[Any, ...] = (None if d is None else gates * d,)
@@ -263,7 +263,7 @@ def check_values(values: dict[str, Any]) -> None:
     if lengths is not None and ((lengths < 0).any() or (lengths > t).any()):
         raise ValueError(
             f"`{OP}`: `lengths` must be from 0 to the {t} steps of `inputs`; got "
-            f"{_spec.brief(lengths)}."
+            f"{_types.brief(lengths)}."
         )
 
 

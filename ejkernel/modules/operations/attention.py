@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
 from ejkernel.errors import UnsupportedError, UnsupportedGroupError
-from ejkernel.kernels import _op_kernel, _spec
+from ejkernel.kernels import _op_kernel, _types
 from ejkernel.kernels._specs.attention import AttentionConfig
 from ejkernel.modules.operations.flash_attention import flash_attention
 from ejkernel.types import MaskInfo
@@ -118,7 +118,7 @@ def scaled_dot_product_attention(
     given = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     for name, x in given.items():
         if hasattr(x, "dtype"):
-            _spec.check_library(f"`{_SDPA}`: `{name}`", x)
+            _types.check_library(f"`{_SDPA}`: `{name}`", x)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     if (batched := query.ndim == 4) is False:
         query, key, value = (x[None] if x.ndim == 3 else x for x in (query, key, value))
@@ -253,7 +253,7 @@ def _window(window: Any, t: int, s: int) -> tuple[Any, jax.Array | None]:
     if len(sizes) != 2 or not all(whole):
         raise ValueError(
             f"`{_SDPA}`: `local_window_size` must be an int or a pair (left, right) of ints; got "
-            f"{_spec.brief(window)} of type {type(window).__name__}."
+            f"{_types.brief(window)} of type {type(window).__name__}."
         )
     if all(size is None or size >= 0 for size in sizes):
         return sizes, None
