@@ -93,9 +93,9 @@ def _dtype(text: str) -> Any:
 
 def _fitting(field: Any, default: Any) -> Any:
     """The default dtype, or one that an array of ids, lengths or masks has."""
-    from ejkernel.kernels import _spec
+    from ejkernel.kernels import _types
 
-    allowed = getattr(_spec._array_type(field.type), "dtypes", None)
+    allowed = getattr(_types.array_type(field.type), "dtypes", None)
     if not isinstance(allowed, list | tuple):
         return _dtype("bool") if field.name.endswith("mask") else default
     if str(default) in allowed:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ejkernel.kernels._shared import groups
 
-SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=5, deadline=None, derandomize=True)
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 

@@ -51,15 +51,17 @@ def quick_cases(entry, names):
     """The cases that `make test` runs of an entry; `make test-all` runs all of them.
 
     An interpreter is slow: the plain call, what is special about attention, everything at once,
-    and one of the others, which changes with the commit. Where one XLA kernel serves an op, the
-    first five.
+    and one of the others, which changes with the commit. XLA has the first nine, or five where no
+    other kernel serves the op.
     """
     if harness.interpreted(entry):
         fixed = [n for n in names if n in ("plain", "causal_window_sinks", "cover00")]
         others = [n for n in names if n not in fixed]
         return {*fixed, *others[commit() % len(others) :][:1]} if others else set(fixed)
+    if entry.base is not None:  # a derived op, whose base has the cases of its own
+        return {n for n in names if n in ("plain", "packed")} or set(names[:2])
     alone = len(kernel_registry.list(entry.op)) == 1
-    return set(names[:5] if alone else names)
+    return set(names[:5] if alone else names[:9])
 
 
 def in_core():
@@ -85,7 +87,7 @@ def in_halves():
         entry = harness.find_entry(*row[:2])
         marks, slow = harness.marks(entry), [pytest.mark.slow]
         rich = row[2] == "cover00"
-        late = slow if harness.interpreted(entry) and not rich else []
+        late = [] if rich and entry.base is None else slow
         yield pytest.param(*row, "bfloat16", marks=[*marks, *late])
         late = [] if row[1].startswith("triton") and not rich else slow
         yield pytest.param(*row, "float16", marks=[*marks, *late])

@@ -27,7 +27,7 @@ def shapes(arrays):
 
 
 @pytest.mark.parametrize("op", WITH_BACKWARD)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_residuals_have_the_shapes_of_the_spec_in_every_configuration(op, dtype):
     spec, entry = kernel_registry.spec(op), harness.find_entry(op, "xla/any")
     seen = set()
@@ -119,7 +119,9 @@ def steps_of(args):
     return (joined[0], *final), joined[1:]
 
 
-@pytest.mark.parametrize("cell_type", ["lstm", "gru", "rnn"])
+@pytest.mark.parametrize(
+    "cell_type", ["lstm", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gru", "rnn"))]
+)
 def test_recurrent_takes_the_residuals_of_another_kernel(cell_type):
     spec = kernel_registry.spec("recurrent")
     keys = iter(jax.random.split(jax.random.key(3), 12))

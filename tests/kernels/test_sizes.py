@@ -8,6 +8,7 @@ from ejkernel.kernels import _oracle, _spec, _types, kernel_registry
 from tests.kernels import harness, oracles
 
 SIZES = {"no_batch": ("b", 0), "one_row": ("b", 1), "one_token": ("t", 1), "one_key": ("s", 1)}
+QUICK = ("no_batch", "one_token")
 # its block mask has a shape of its own for each length
 LENGTHS_OF_ITS_OWN = "blocksparse_attention"
 
@@ -21,7 +22,8 @@ def rows():
         for entry in kernel_registry.list(op):
             for name, (axis, _) in SIZES.items():
                 if axis in axes and not (op == LENGTHS_OF_ITS_OWN and axis != "b"):
-                    yield pytest.param(op, entry.name, name, marks=harness.marks(entry))
+                    late = [] if name in QUICK else [pytest.mark.slow]
+                    yield pytest.param(op, entry.name, name, marks=[*harness.marks(entry), *late])
 
 
 def resized(op, axis, size):
