@@ -64,6 +64,8 @@ def pytest_collection_modifyitems(config, items):
         for backend, name in (("gpu", "an NVIDIA GPU"), ("tpu", "a TPU")):
             if item.get_closest_marker(backend) and BACKEND != backend:
                 item.add_marker(pytest.mark.skip(reason=f"needs {name}"))
+        if item.nodeid in selection.LATE:
+            item.add_marker(pytest.mark.slow)
         # tests of one op share what they compile: one process runs them all
         item.add_marker(pytest.mark.xdist_group(budget.group_of(item)))
     # a long group that starts last keeps one process busy while the others wait

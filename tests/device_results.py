@@ -15,6 +15,7 @@ import jax
 
 import ejkernel
 from ejkernel.kernels import _source, kernel_registry
+from tests.backend import BACKEND
 from tests.kernels import harness
 
 _ENTRY = re.compile(r"(?:xla|triton|pallas|cudnn|cuda)/[a-z]+(?:@-?\d+)?")
@@ -38,8 +39,8 @@ class Recorder:
         if counted and (name := entry_of(report.nodeid)) is not None:
             noted = [tuple(p) for p in report.user_properties]
             refused = report.outcome == "passed" and ("refused", True) in noted
-            kind = kind_of(report.nodeid, name)
-            self._counts[name, kind]["refused" if refused else report.outcome] += 1
+            if (kind := kind_of(report.nodeid, name)) is not None:
+                self._counts[name, kind]["refused" if refused else report.outcome] += 1
 
     def pytest_sessionfinish(self):
         device = jax.devices()[0]
@@ -71,12 +72,17 @@ def entry_of(nodeid: str) -> str | None:
     return f"{op[1] if known else 'flash_attention'} {entry[0]}"
 
 
-def kind_of(nodeid: str, name: str) -> str:
-    """How a test checks a kernel: "run", "interpreted", or "compiled for" a target."""
+def kind_of(nodeid: str, name: str) -> str | None:
+    """How a test checks a kernel: "run", "interpreted", or "compiled for" a target.
+
+    None: neither, where a kernel for another device is refused or something stands in for it.
+    """
     if (target := _TARGET.search(nodeid.partition("[")[2])) is not None:
         return f"compiled for {target[0]}"
     entry = _entry(name)
-    return "interpreted" if entry is not None and harness.interpreted(entry) else "run"
+    if entry is not None and harness.interpreted(entry):
+        return "interpreted"
+    return "run" if entry is None or entry.backend in ("any", BACKEND) else None
 
 
 def _entry(name: str) -> Any:

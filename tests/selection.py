@@ -28,6 +28,19 @@ _FILES: dict[str, tuple[str, ...]] = {
 }
 
 
+# Long tests of what a generated test or another parameter checks quickly; for `make test-all`.
+LATE = frozenset(
+    f"tests/modules/test_{name}"
+    for name in (
+        "native_sparse_attention_edges.py::test_garbage_outside_sequences_changes_nothing",
+        "native_sparse_attention_edges.py::test_sizes[sizes3]",
+        "mla_attention.py::test_garbage_beyond_lengths_changes_nothing[True]",
+        "mla_attention.py::test_a_mesh_changes_nothing[True]",
+        "mla_attention.py::test_sizes[sizes3]",
+    )
+)
+
+
 def ops_of(nodeid: str) -> frozenset[str]:
     """The operations that a test names: in its parameters, or by its file."""
     file, _, rest = nodeid.partition("::")

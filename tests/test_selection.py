@@ -27,6 +27,13 @@ def test_ops_of_a_test(nodeid, ops):
     assert selection.ops_of(nodeid) == ops
 
 
+def test_late_tests_are_there():
+    root = selection._SPECS.parents[2]
+    for nodeid in selection.LATE:
+        file, _, test = nodeid.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (root / file).read_text(), nodeid
+
+
 def test_every_op_and_every_file_is_known():
     assert set(kernel_registry.ops()) >= selection.OPS
     root = selection._SPECS.parents[2]

@@ -23,7 +23,7 @@ def cases(op):
     """The cases of an op; those beyond the first few are slow ones."""
     # ids that name no page are clamped, so that one key may stand for several
     found = [case for case in kernel_registry.spec(op).cases() if case.name != "bad_page_ids"]
-    core = [case for case in found if "core" in case.tags][:8]
+    core = [case for case in found if "core" in case.tags][:2]
     return [
         pytest.param(
             op, case, id=f"{op}-{case.name}", marks=() if case in core else pytest.mark.slow

@@ -51,7 +51,7 @@ def quick_cases(entry, names):
     """The cases that `make test` runs of an entry; `make test-all` runs all of them.
 
     An interpreter is slow: the plain call, what is special about attention, everything at once,
-    and one of the others, which changes with the commit. XLA has the first nine, or five where no
+    and one of the others, which changes with the commit. XLA has the first nine, or four where no
     other kernel serves the op.
     """
     if harness.interpreted(entry):
@@ -61,7 +61,7 @@ def quick_cases(entry, names):
     if entry.base is not None:  # a derived op, whose base has the cases of its own
         return {n for n in names if n in ("plain", "packed")} or set(names[:2])
     alone = len(kernel_registry.list(entry.op)) == 1
-    return set(names[:5] if alone else names[:9])
+    return set(names[:4] if alone else names[:9])
 
 
 def in_core():
