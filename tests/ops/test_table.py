@@ -252,11 +252,13 @@ def test_every_table_belongs_to_a_device():
 
 @pytest.mark.parametrize("file", shipped_files()[1], ids=lambda f: f"{f.parent.name}-{f.stem}")
 def test_shipped_rows_are_of_kernels_that_are_there(file):
-    entries = {(e.name, e.version): e for e in kernel_registry.list(file.stem)}
+    entries = {e.name: e for e in kernel_registry.list(file.stem)}
     found = table.rows(file.parent.name, file.stem)
     assert found
     for row in found:
-        entry = entries[row.implementation, row.version]
+        entry = entries[row.implementation]
+        # a row keeps the version that it was measured with: one of older code is measured again
+        assert 1 <= row.version <= entry.version
         assert (entry.config is None) == (row.config is None)
         if row.config is not None:
             assert dataclasses.asdict(entry.config.Config(**row.config)) == row.config
@@ -299,5 +301,11 @@ def test_a_row_that_cannot_serve_does_not_hide_the_next(monkeypatch):
     inv = dataclasses.replace(inv, target=H200)
     assert executor.chooser.choose(inv).implementation.name == "cudnn/gpu"
     monkeypatch.setattr(private, "library", lambda: None)
-    able = [i for i in inv.kernel.implementations(inv) if i.name == "triton/gpu"]
+    measured = {
+        r.version
+        for r in table.rows("nvidia_h200", "flash_attention")
+        if r.implementation == "triton/gpu"
+    }
+    (able,) = (i for i in inv.kernel.implementations(inv) if i.name == "triton/gpu")
+    able = [dataclasses.replace(able, version=max(measured))]
     assert table.exact(inv, able).implementation == "triton/gpu"
