@@ -23,16 +23,17 @@ def can_write(folder: pathlib.Path) -> bool:
     return nearest is not None and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file whole or not at all; what was there before stays if it fails."""
     final = pathlib.Path(path)
+    data = content.encode() if isinstance(content, str) else content
     if final.exists() and not final.is_file():  # a pipe or a device is written to as it is
-        final.write_text(text)
+        final.write_bytes(data)
         return
     handle, temporary = tempfile.mkstemp(prefix=f".{final.name}-", dir=final.parent)
     try:
-        with os.fdopen(handle, "w") as out:
-            out.write(text)
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, final)
     except BaseException:

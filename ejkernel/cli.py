@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ejkernel import _cli_aot, _cli_bench, _cli_call, _cli_tune, _folders, _no_tpu
+from ejkernel import _cli_aot, _cli_bench, _cli_call, _cli_mask, _cli_tune, _folders, _no_tpu
 from ejkernel._cli_call import UsageError
 from ejkernel._cli_text import is_terminal
 from ejkernel._cli_text import say as _say
@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _cli_aot.add_command(commands)
     _cli_bench.add_command(commands)
     _cli_tune.add_command(commands)
+    _cli_mask.add_command(commands)
     cache = _add(commands, "cache", "configurations measured on this machine", "show")
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add(actions, "show", "all records", "").set_defaults(run=_cache_show)

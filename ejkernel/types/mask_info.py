@@ -1,6 +1,7 @@
 """`MaskInfo`: all that decides which pairs attend, as one pytree and without a T x S array."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int32, Shaped
 
+from ejkernel.types import block_picture
 from ejkernel.xla_utils import positions, segments
 
 Window = tuple[int | None, int | None]
@@ -281,15 +283,35 @@ class MaskInfo:
         t, s = self._axis_lengths(op, q_length, kv_length)
         one = self._one_row(op, t, s, batch, head)
         height, width = max(-(-t // max_rows), 1), max(-(-s // max_cols), 1)
-        lines = [
+        title = (
             f"{t} queries x {s} keys, batch {batch}, head {head}; a character is "
-            f"{height} x {width}: # all attend, + some, . none"
-        ]
-        for start in range(0, t, height):
-            strip = np.asarray(one._strip(op, start, min(start + height, t), t, s))
-            cells = (strip[:, j : j + width] for j in range(0, s, width))
-            lines.append("".join("#" if c.all() else "+" if c.any() else "." for c in cells))
-        return "\n".join(lines)
+            f"{height} x {width}: {block_picture.LEGEND}"
+        )
+        strip = functools.partial(one._strip, op, t, s)
+        return "\n".join(
+            [title, *block_picture.lines(block_picture.kinds(strip, t, s, height, width))]
+        )
+
+    def block_kinds(
+        self,
+        block_size: int,
+        q_length: int | None = None,
+        kv_length: int | None = None,
+        *,
+        batch: int = 0,
+        head: int = 0,
+    ) -> np.ndarray:
+        """For each block of queries and keys, 0 if no pair attends, 1 if some do, 2 if all do.
+
+        The lengths, batch row and head are those of `visualize`.
+        """
+        op = "MaskInfo.block_kinds"
+        if not _is_int(block_size) or block_size < 1:
+            raise ValueError(f"`{op}`: `block_size` must be an int >= 1; got {block_size!r}.")
+        t, s = self._axis_lengths(op, q_length, kv_length)
+        one = self._one_row(op, t, s, batch, head)
+        strip = functools.partial(one._strip, op, t, s)
+        return block_picture.kinds(strip, t, s, block_size, block_size)
 
     def _one_row(self, op: str, t: int, s: int, batch: int, head: int) -> "MaskInfo":
         """The mask of one batch row and head: positions, and ids that say what lengths hide."""
@@ -322,7 +344,7 @@ class MaskInfo:
             info = dataclasses.replace(info, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
         return info
 
-    def _strip(self, op: str, start: int, stop: int, t: int, s: int) -> Bool[Array, "rows s"]:
+    def _strip(self, op: str, t: int, s: int, start: int, stop: int) -> Bool[Array, "rows s"]:
         """Some rows of the mask of `_one_row`."""
         mask = self.attention_mask
         if mask is not None and mask.shape[2] > 1:
@@ -450,9 +472,7 @@ def _canonical_window(window: int | Window | None) -> Window:
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return min(a, b)
+    return min((side for side in (a, b) if side is not None), default=None)
 
 
 def _one_length(op: str, argument: str, given: int | None, mask_axis: int, side: dict) -> int:
