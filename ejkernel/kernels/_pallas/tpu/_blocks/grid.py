@@ -145,8 +145,8 @@ def overlap(stages: list[Iterator[None]]) -> None:
         running = [x for x in running if next(x, _ENDED) is None]
 
 
-def pad_to(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """The array with zeros behind it along an axis."""
+def pad_to(x: jax.Array, axis: int, length: int, fill: float = 0.0) -> jax.Array:
+    """The array with zeros, or another number, behind it along an axis."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=jnp.asarray(fill, x.dtype))

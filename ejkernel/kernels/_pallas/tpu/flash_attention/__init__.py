@@ -8,7 +8,7 @@ from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 _MOST = 256
 
 
-def _requires(args: Any) -> str | None:
+def requires(args: Any) -> str | None:
     """What the kernels cannot do."""
     if args.query.dtype.name not in ("bfloat16", "float32"):
         return f"needs bfloat16 or float32, which a TPU multiplies; got {args.query.dtype}"
@@ -24,5 +24,5 @@ kernel_registry.register(
     Backend.TPU,
     backward=bwd.backward,
     config=config,
-    requires=_requires,
+    requires=requires,
 )(fwd.forward)

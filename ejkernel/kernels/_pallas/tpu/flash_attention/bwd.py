@@ -24,8 +24,9 @@ def backward(
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[jax.Array, ...],
     wanted: frozenset[str],
+    prepare: type[call.Call] = call.Call,
 ) -> dict[str, jax.Array]:
-    """Gradients of the wanted arguments."""
+    """Gradients of the wanted arguments; `prepare` says what is visited."""
     (lse,) = residuals
     delta = _attention.row_sums(args, outputs, cotangents)
     grads: dict[str, jax.Array] = {}
@@ -42,9 +43,11 @@ def backward(
     shifted = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     rows = jnp.stack([jnp.where(bad, jnp.nan, shifted), delta], axis=2)  # [b, h, 2, t]
     if wanted & {"key", "value"}:
-        grads |= _over_keys(args, cfg, dout, rows)
+        grads |= _over_keys(prepare(args, cfg, holds_keys=True), dout, rows)
     if wanted & {"query", "bias"}:
-        grads |= _over_queries(args, cfg, dout, rows, "bias" in wanted)
+        turned, with_bias = config.exchanged(cfg), "bias" in wanted
+        of = prepare(args, turned, holds_keys=False, every_fetch=with_bias)
+        grads |= _over_queries(of, dout, rows, with_bias)
     return {name: grads[name].astype(arrays[name].dtype) for name in wanted}
 
 
@@ -54,9 +57,9 @@ def _operands(of: call.Call, dout: jax.Array, rows: jax.Array) -> None:
     of.add("key", of.keys(of.clean(args.key)), of.key_spec(of.d))
     of.add("value", of.keys(of.marked(args.value, args.key)), of.key_spec(of.e))
     of.add("dout", of.queries(of.clean(dout)), of.query_spec(of.e))
-    pad = of.padded[0] - of.t
-    beyond = jnp.broadcast_to(jnp.asarray([[jnp.inf], [0.0]], rows.dtype), (*rows.shape[:3], pad))
-    of.add("rows", jnp.concatenate([rows, beyond], axis=3), of.query_row_spec(2))
+    # rows beyond the length have weights of zero
+    made = [of.lay_out(rows[:, :, i], 2, 0, fill) for i, fill in enumerate((jnp.inf, 0.0))]
+    of.add("rows", jnp.stack(made, axis=2), of.query_row_spec(2))
 
 
 def _gradient_of_logits(
@@ -85,7 +88,7 @@ def _gradient_of_logits(
 
 
 def _keys_kernel(of: call.Call, refs: Any) -> None:
-    at = of.here(refs.table)
+    at = of.here(refs)
 
     @pl.when(of.is_first())
     def _() -> None:
@@ -105,7 +108,7 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
         refs.dv_sum[rows] += tiles.product(kept.astype(dout.dtype), dout)
         refs.dk_sum[rows] += tiles.product(ds.astype(q.dtype), q)
 
-    of.tiles(at, step)
+    of.tiles(refs, at, step)
 
     @pl.when(of.is_last())
     def _() -> None:
@@ -114,15 +117,17 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
         refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
 
 
-def _over_keys(args: Any, cfg: Any, dout: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
-    of = call.Call(args, cfg, holds_keys=True)
+def _over_keys(of: call.Call, dout: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
     _operands(of, dout, rows)
     lead, length = (of.batch, of.num_groups), of.padded[1]
     made = of.run(
         "flash_attention_bwd_dkv_kernel",
         _keys_kernel,
         {
-            name: (jax.ShapeDtypeStruct((*lead, length, size), args.key.dtype), of.key_spec(size))
+            name: (
+                jax.ShapeDtypeStruct((*lead, length, size), of.args.key.dtype),
+                of.key_spec(size),
+            )
             for name, size in (("dk", of.d), ("dv", of.e))
         },
         {
@@ -130,7 +135,7 @@ def _over_keys(args: Any, cfg: Any, dout: jax.Array, rows: jax.Array) -> dict[st
             for name, size in (("dk_sum", of.d), ("dv_sum", of.e))
         },
     )
-    dk, dv = (x[:, :, : of.s].transpose(0, 2, 1, 3) for x in made)
+    dk, dv = (of.taken(x, 2, 1).transpose(0, 2, 1, 3) for x in made)
     return {"key": dk, "value": dv}
 
 
@@ -138,7 +143,7 @@ def _over_keys(args: Any, cfg: Any, dout: jax.Array, rows: jax.Array) -> dict[st
 
 
 def _queries_kernel(of: call.Call, refs: Any) -> None:
-    at = of.here(refs.table)
+    at = of.here(refs)
 
     @pl.when(of.is_first())
     def _() -> None:
@@ -163,7 +168,7 @@ def _queries_kernel(of: call.Call, refs: Any) -> None:
         yield
         refs.dq_sum[rows] += tiles.product(ds.astype(k.dtype), k)
 
-    of.tiles(at, step)
+    of.tiles(refs, at, step)
 
     @pl.when(of.is_last())
     def _() -> None:
@@ -180,10 +185,9 @@ def _add_bias(dbias: Any, ds: jax.Array, tile: pairs.Tile) -> None:
 
 
 def _over_queries(
-    args: Any, cfg: Any, dout: jax.Array, rows: jax.Array, with_bias: bool
+    of: call.Call, dout: jax.Array, rows: jax.Array, with_bias: bool
 ) -> dict[str, jax.Array]:
-    turned = config.exchanged(cfg)
-    of = call.Call(args, turned, holds_keys=False, every_fetch=with_bias)
+    args = of.args
     _operands(of, dout, rows)
     lead, (t, s) = (of.batch, of.num_heads), of.padded
     out = {
@@ -206,7 +210,7 @@ def _over_queries(
         "stats": pltpu.VMEM((2, of.held_size, tiles.LANES), jnp.float32),
     }
     made = of.run("flash_attention_bwd_dq_kernel", _queries_kernel, out, scratch)
-    grads = {"query": made[0][:, :, : of.t].transpose(0, 2, 1, 3)}
+    grads = {"query": of.taken(made[0], 2, 0).transpose(0, 2, 1, 3)}
     if with_bias:
         full = made[1].reshape(*lead, -1, s)
         full = full.sum(2, keepdims=True) if shared else full[:, :, : of.t]

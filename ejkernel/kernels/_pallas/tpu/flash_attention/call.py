@@ -20,7 +20,7 @@ from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, ranges, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import config
 
-_OPTIONAL = (
+OPTIONAL = (
     "bias", "mask", "held_rows", "streamed_rows", "slopes", "sinks", "seed", "dbias",
 )  # fmt: skip
 # The work on a tile, with a `yield` after each of its stages.
@@ -70,7 +70,7 @@ class Call:
             self.visits = self.fetches
         self.hides = bool(keys.ids) or reach != (None, None) or args.attention_mask is not None
         self.rules = self._rules(len(keys.ids))
-        self.operands = grid.Operands(_OPTIONAL)
+        self.operands = grid.Operands(OPTIONAL)
         self._add_extras()
 
     def _plan(self, described: Any) -> None:
@@ -160,11 +160,11 @@ class Call:
     def _int(self, value: int) -> Any:
         return np.int32(value)
 
-    def here(self, table: Any) -> Place:
+    def here(self, refs: Any) -> Place:
         """The place of the running program."""
         ids = [pl.program_id(i) for i in range(len(self.grid))]
-        b, h, _, held, _ = self.place(table, *ids)
-        bounds = self._bounds(table, b, held)
+        b, h, _, held, _ = self.place(refs.table, *ids)
+        bounds = self._bounds(refs.table, b, held)
         first = self._fetch(bounds[0], ids[-1]) * self._int(self.per_fetch)
         bounds = [x - first for x in bounds]
         run = tuple(jnp.clip(x, 0, self.per_fetch) for x in bounds[:4])
@@ -220,12 +220,20 @@ class Call:
         held, streamed = self.num_held * self.held_size, self.fetches * self.fetched
         return (streamed, held) if self.holds_keys else (held, streamed)
 
+    def lay_out(self, x: jax.Array, axis: int, side: int, fill: float = 0.0) -> jax.Array:
+        """An array in whole blocks along the axis of queries (side 0) or keys (side 1)."""
+        return grid.pad_to(x, axis, self.padded[side], fill)
+
+    def taken(self, x: jax.Array, axis: int, side: int) -> jax.Array:
+        """The reverse of `lay_out`."""
+        return jax.lax.slice_in_dim(x, 0, (self.t, self.s)[side], axis=axis)
+
     def queries(self, x: jax.Array) -> jax.Array:
         """[b, t, h, d] as [b, h, padded t, d]."""
-        return grid.pad_to(x.transpose(0, 2, 1, 3), 2, self.padded[0])
+        return self.lay_out(x.transpose(0, 2, 1, 3), 2, 0)
 
     def keys(self, x: jax.Array) -> jax.Array:
-        return grid.pad_to(x.transpose(0, 2, 1, 3), 2, self.padded[1])
+        return self.lay_out(x.transpose(0, 2, 1, 3), 2, 1)
 
     def marked(self, x: jax.Array, others: jax.Array) -> jax.Array:
         """`x` with nan in the tokens whose row of `others` was not finite; see `clean`."""
@@ -249,8 +257,9 @@ class Call:
             # rows of bytes are packed four to a sublane, which a single row cannot be
             self._add_pairs("mask", mask.astype(jnp.int8 if mask.shape[2] > 1 else jnp.int32))
         if self.num_rows:
-            self._add_rows("held_rows", self.held, self.num_held * self.held_size, False)
-            self._add_rows("streamed_rows", self.streamed, self.fetches * self.fetched, True)
+            held, streamed = reversed(self.padded) if self.holds_keys else self.padded
+            self._add_rows("held_rows", self.held, held, False)
+            self._add_rows("streamed_rows", self.streamed, streamed, True)
         if args.alibi_slopes is not None:
             self.operands.add_scalars("slopes", args.alibi_slopes.astype(jnp.float32))
         if args.softmax_aux is not None and not self.holds_keys:
@@ -324,7 +333,7 @@ class Call:
         for i in range(self.num_rows):
             refs.columns[i] = tiles.to_column(refs.held_rows[i : i + 1])
 
-    def tiles(self, at: Place, step: Step) -> None:
+    def tiles(self, refs: Any, at: Place, step: Step) -> None:
         """Runs `step` for the tiles of each streamed block to visit.
 
         Tiles of a block are parts of the held rows: independent work for the units of a core.

@@ -18,7 +18,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention import call, config
 
 
 def _kernel(of: call.Call, refs: Any) -> None:
-    at = of.here(refs.table)
+    at = of.here(refs)
 
     @pl.when(of.is_first())
     def _() -> None:
@@ -27,7 +27,7 @@ def _kernel(of: call.Call, refs: Any) -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc)
         of.fill_columns(refs)
 
-    of.tiles(at, functools.partial(_fold, of, refs, at))
+    of.tiles(refs, at, functools.partial(_fold, of, refs, at))
 
     @pl.when(of.is_last())
     def _() -> None:
@@ -56,9 +56,12 @@ def _fold(of: call.Call, refs: Any, at: call.Place, tile: pairs.Tile) -> Iterato
     refs.acc[rows] = refs.acc[rows] * tiles.wide(alpha, of.e) + values
 
 
-def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Outputs (out, and lse when asked for) and residuals (lse)."""
-    out, lse = _empty(args) if 0 in (args.query.size, args.key.size) else _attend(args, cfg)
+def forward(
+    args: Any, cfg: config.Config, prepare: type[call.Call] = call.Call
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Outputs (out, and lse when asked for) and residuals (lse); `prepare` says what is visited."""
+    nothing = 0 in (args.query.size, args.key.size)
+    out, lse = _empty(args) if nothing else _attend(args, cfg, prepare)
     return ((out, lse) if args.return_lse else (out,)), (lse,)
 
 
@@ -73,8 +76,8 @@ def _empty(args: Any) -> tuple[jax.Array, jax.Array]:
     return out, jnp.broadcast_to(lse[None, :, None], (batch, num_heads, t))
 
 
-def _attend(args: Any, cfg: config.Config) -> tuple[jax.Array, jax.Array]:
-    of = call.Call(args, cfg, holds_keys=False)
+def _attend(args: Any, cfg: config.Config, prepare: type[call.Call]) -> tuple[jax.Array, jax.Array]:
+    of = prepare(args, cfg, holds_keys=False)
     of.add("query", of.queries(args.query), of.query_spec(of.d))
     of.add("key", of.keys(of.marked(args.key, args.value)), of.key_spec(of.d))
     of.add("value", of.keys(of.clean(args.value)), of.key_spec(of.e))
@@ -99,4 +102,4 @@ def _attend(args: Any, cfg: config.Config) -> tuple[jax.Array, jax.Array]:
         },
         scratch,
     )
-    return out[:, :, : of.t].transpose(0, 2, 1, 3), lse[:, :, 0, : of.t]
+    return of.taken(out, 2, 0).transpose(0, 2, 1, 3), of.taken(lse[:, :, 0], 2, 0)

@@ -1,0 +1,60 @@
+"""Blocks of block-sparse attention on TPUs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ejkernel._device import Target
+from ejkernel.callib import cdiv
+from ejkernel.kernels._pallas.tpu._blocks import capacity, tiles
+from ejkernel.kernels._pallas.tpu.flash_attention import config as dense
+
+Config = dense.Config  # `stream`: listed blocks that are fetched at once
+
+_SIZES = (512, 256, tiles.LANES)
+
+
+def sizes(block_size: int) -> tuple[int, int]:
+    """Tokens of a kernel's block, and with padding.
+
+    A block of the mask is cut into parts of at most 512 tokens, or padded to whole registers.
+    """
+    for size in _SIZES:
+        if block_size % size == 0:
+            return size, size
+    return block_size, cdiv(block_size, tiles.LANES) * tiles.LANES
+
+
+def _with_stream(args: Any, stream: int) -> Config:
+    _, padded = sizes(args.block_size)
+    return Config(block_q=padded, block_k=padded, stream=stream)
+
+
+def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
+    """More or fewer blocks at once, as many as fit; at least one."""
+    limit = capacity.vmem(target)
+    made = [_with_stream(args, stream) for stream in (4, 8, 2, 1)]
+    fitting = [cfg for cfg in made if dense.vmem_limit(args, cfg) <= limit]
+    return tuple(fitting or made[-1:])
+
+
+def heuristic(args: Any, direction: str, target: Target) -> Config:
+    """The first guess that fits."""
+    return candidates(args, direction, target)[0]
+
+
+def testing(args: Any, direction: str) -> Config:
+    """Two blocks at once, so that lists of tests have whole and partial steps."""
+    return _with_stream(args, 2)
+
+
+def from_params(guess: Config, settings: dict[str, int]) -> Config:
+    """The guess; the mask decides the blocks, and warps and stages mean nothing to a TPU."""
+    mine = {name: value for name, value in settings.items() if hasattr(guess, name)}
+    for name in ("block_q", "block_k"):
+        if mine.pop(name, None) not in (None, getattr(guess, name)):
+            raise ValueError(
+                f"`blocksparse_attention`: `{name}` on TPUs follows the `block_size` of the mask, "
+                f"{getattr(guess, name)}; got {settings[name]}. Leave it None."
+            )
+    return dataclasses.replace(guess, **mine)
