@@ -210,16 +210,27 @@ class _Walk:
         test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         consts = values[skip : skip + params["body_nconsts"]]
         carry = values[skip + params["body_nconsts"] :]
-        trips = None
+        trips, low, index = None, None, None
         if len(test.eqns) == 1 and test.eqns[0].primitive.name == "lt" and not skip:
             place = {v: i for i, v in enumerate(test.invars)}
             ends = [place.get(v) if not hasattr(v, "val") else None for v in test.eqns[0].invars]
             low, high = (None if i is None else carry[i] for i in ends)
             if low is not None and high is not None:
-                trips = np.maximum(high - low, 0).astype(np.float64)
+                trips, index = np.maximum(high - low, 0), ends[0]
         self.control.append(None if trips is None else Control("loop", _mean(trips, weight)))
-        env = dict(zip(body.invars, [*consts, *[None] * len(carry)], strict=True))
-        self.run(body, env, weight if trips is None else weight * trips)
+        unknown: list[Any] = [None] * len(carry)
+        if trips is None or trips.sum() > _MOST_STEPS:
+            env = dict(zip(body.invars, [*consts, *unknown], strict=True))
+            self.run(body, env, weight if trips is None else weight * trips)
+            return
+        # every trip of every grid step is a step of its own, so that the loop's index is known
+        step = np.repeat(np.arange(trips.size), trips)
+        unknown[index] = (low + 0)[step] + _counts(trips).astype(low.dtype)
+        consts = [c[step] if isinstance(c, np.ndarray) and c.shape == trips.shape else c
+                  for c in consts]  # fmt: skip
+        inside = _Walk(self.ids[:, step], self.grid, self.control)
+        inside.run(body, dict(zip(body.invars, [*consts, *unknown], strict=True)), weight[step])
+        self.flops += inside.flops
 
     def _scan(self, eqn: Any, values: list[Any], weight: np.ndarray) -> None:
         body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
@@ -233,6 +244,12 @@ class _Walk:
         left = eqn.invars[0].aval.shape
         depth = math.prod(left[i] for i in contracted)
         self.flops += 2.0 * depth * math.prod(eqn.outvars[0].aval.shape) * float(weight.sum())
+
+
+def _counts(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, .. up to each of the lengths, one after the other."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) - np.repeat(starts, lengths)
 
 
 def _num_consts(params: Mapping[str, Any]) -> int:

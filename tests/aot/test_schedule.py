@@ -137,6 +137,33 @@ def test_work_in_a_branch_counts_as_often_as_the_branch_is_entered():
     assert flops == (3 + 7 + 1) * 2 * 128**3
 
 
+def test_a_branch_may_depend_on_the_index_of_its_loop():
+    """All trips but the last enter, 2 of 3 and 4 of 5."""
+
+    def body(table, x, out):
+        count = table[pl.program_id(0)]
+
+        def step(k, carry):
+            @pl.when(k + 1 < count)
+            def _():
+                out[...] += jnp.dot(x[...], x[...])
+
+            return carry
+
+        jax.lax.fori_loop(0, count, step, np.int32(0))
+
+    def traced(x):
+        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(2,))
+        out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        return pl.pallas_call(body, grid_spec=spec, out_shape=out)(np.int32([3, 5]), x)
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    (kernel,) = _trips.kernels(jax.make_jaxpr(traced)(x), [None])
+    control, flops = _trips.control(kernel)
+    assert control == [Control("loop", 4.0), Control("branch", 0.75)]
+    assert flops == 6 * 2 * 128**3
+
+
 def test_a_table_that_nobody_knows():
     (kernel,) = kernels(None)
     assert _trips.control(kernel) == (None, None)

@@ -174,14 +174,15 @@ class Call(dense.Call):
         num_whole, num_listed = at.bounds
         per = self._int(self.per_fetch)
 
-        def tile(j: Any, u: Any, masked: bool) -> pairs.Tile:
+        def tile(j: Any, u: Any, blocks: int, masked: bool) -> pairs.Tile:
+            """Several blocks at once if not masked: their places in the call do not matter."""
             size = self._int(self.step)
             return pairs.Tile(
                 row=0,
                 lane=pl.multiple_of(u * size, self.step),
                 held=at.held * size,
                 streamed=refs.list[0, j * per + u] * size,
-                shape=(self.held_size, self.step),
+                shape=(self.held_size, blocks * self.step),
                 masked=masked,
             )
 
@@ -192,12 +193,15 @@ class Call(dense.Call):
 
             @pl.when(whole)
             def _() -> None:
-                grid.overlap([step(tile(j, np.int32(u), False)) for u in range(self.per_fetch)])
+                parts = self.cfg.parts
+                blocks = self.per_fetch // parts
+                starts = (np.int32(i * blocks) for i in range(parts))
+                grid.overlap([step(tile(j, u, blocks, False)) for u in starts])
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
                 def one(u: Any, carry: Any) -> Any:
-                    for _ in step(tile(j, u, True)):
+                    for _ in step(tile(j, u, 1, True)):
                         pass
                     return carry
 
