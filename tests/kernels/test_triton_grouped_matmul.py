@@ -1,5 +1,6 @@
 """The grouped product in Triton beyond the generated tests: sizes, work, configs, machine code."""
 
+import dataclasses
 import re
 
 import jax
@@ -150,6 +151,29 @@ def test_every_row_is_written_once(more, first):
 
 
 @interpreted
+@pytest.mark.parametrize("transposed", [False, True])
+def test_descriptors_load_the_same_tiles(transposed):
+    args = call(m=40, k=32, n=32, sizes=(3, 18, 0, 5), transpose_rhs=transposed, dtype=jnp.bfloat16)
+    dout = (jax.random.normal(jax.random.key(1), (40, 32)).astype(jnp.bfloat16),)
+    wanted, made = frozenset({"lhs", "rhs"}), []
+    for described in (False, True):
+        cfg = tile(descriptors=described, num_programs=3)
+        with _settings.override(interpret=True):
+            made.append((fwd.forward(args, cfg)[0], bwd.backward(args, cfg, (), (), dout, wanted)))
+    for a, b in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_descriptors_are_refused_where_they_would_read_another_matrix():
+    args, cfg = call(k=24, n=32), tile(descriptors=True)
+    with pytest.raises(ValueError, match="`grouped_matmul`: descriptors need k=24 and n=32"):
+        fwd.forward(args, cfg)
+    assert "9.0 or more" in config.misfit(args, "forward", cfg, TARGETS["hip:gfx942"])
+    found = config.candidates(args, "forward", H200)
+    assert not any(c.descriptors for c in found)
+
+
+@interpreted
 def test_rows_of_a_batch_share_matrices_that_have_none():
     args = call(m=20, n=16, sizes=(7, 9))
     more = jnp.stack([args.lhs, -2.0 * args.lhs])
@@ -200,10 +224,19 @@ def launches(direction, cfg, m=32768, k=4096, n=4096, g=8, dtype="bfloat16", **m
     ]
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_hopper_multiplies_on_its_widest_units(direction):
+@pytest.mark.parametrize(
+    ("direction", "described"),
+    [
+        ("forward", False),
+        ("backward", False),
+        ("forward", True),
+        pytest.param("backward", True, marks=pytest.mark.slow),
+    ],
+)
+def test_hopper_multiplies_on_its_widest_units(direction, described):
     args = abstract(32768, 4096, 4096, 8, "bfloat16")
-    made = launches(direction, config.heuristic(args, direction, H200))
+    guess = config.heuristic(args, direction, H200)
+    made = launches(direction, dataclasses.replace(guess, descriptors=described))
     assert len(made) == (1 if direction == "forward" else 2)  # nothing else is launched
     for launch, avals in made:
         compiled = _triton_call.compile_launch(launch, avals, GpuTarget.parse("cuda:sm_90"))

@@ -73,6 +73,15 @@ def bounds(groups, BM: tl.constexpr):
 
 
 @triton.jit
+def num_rows(groups):
+    """Rows of all groups."""
+    if groups.sizes is None:
+        return groups.num_matrices * groups.rows
+    else:
+        return groups.rows
+
+
+@triton.jit
 def num_tiles(groups, bounds, BM: tl.constexpr, EVERY_ROW: tl.constexpr):
     """Tiles of rows that have a matrix, and with EVERY_ROW those of the other rows too."""
     if groups.sizes is None:

@@ -18,6 +18,7 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
+    config.check(args, cfg)
     lhs, rhs, dout = fwd.flat(args.lhs, 2), fwd.flat(args.rhs, 3), fwd.flat(cotangents[0], 2)
     rows, grads = products.groups_of(args), {}
     if "lhs" in wanted:

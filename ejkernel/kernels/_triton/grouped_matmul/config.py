@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel._device import Target
-from ejkernel.callib import next_power_of_2
+from ejkernel.callib import has_scratch, next_power_of_2
 from ejkernel.kernels._triton import _launch
 from ejkernel.ops.core.kernel import FORWARD
 
@@ -25,6 +25,7 @@ class Config(_launch.LaunchConfig):
     block_k: int
     band: int = 8
     num_programs: int = 132
+    descriptors: bool = False  # tiles are loaded by TMA
 
     def __post_init__(self) -> None:
         _launch.check_blocks(self, "block_m", "block_n", "block_k")
@@ -40,7 +41,8 @@ def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
     stages = max(cfg.num_stages - 1, 1) if _launch.is_amd(target) else cfg.num_stages
     tile = cfg if direction == FORWARD else over_rows(cfg)
     sizes = max(cfg.block_m + cfg.block_n, tile.block_m + tile.block_n)
-    return stages * _itemsize(args, direction) * sizes * cfg.block_k
+    barriers = 256 if cfg.descriptors else 0
+    return stages * _itemsize(args, direction) * sizes * cfg.block_k + barriers
 
 
 def _itemsize(args: Any, direction: str) -> int:
@@ -93,6 +95,10 @@ _GUESSES = {
 }
 
 
+# with descriptors a thread needs 159 to 177 registers in place of 218 to 250
+_DESCRIBED = ((128, 256, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1), (128, 128, 64, 8, 3, 2))
+
+
 def _kind(args: Any, direction: str, target: Target) -> str:
     if _itemsize(args, direction) == 4:
         return "wide"
@@ -115,13 +121,41 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the sizes; at least the smallest one."""
     units = _UNITS.get(target.capability or "", 132)
 
-    def made(guess: tuple[int, ...]) -> Config:
+    def made(guess: tuple[int, ...], described: bool) -> Config:
         named = dict(zip(_NAMES, guess, strict=True))
-        return Config(num_programs=units * named.pop("programs"), **named)
+        programs = units * named.pop("programs")
+        return _short(args, Config(num_programs=programs, descriptors=described, **named))
 
-    guesses = [made(guess) for guess in _GUESSES[_kind(args, direction, target)]]
+    kind = _kind(args, direction, target)
+    guesses = [made(guess, False) for guess in _GUESSES[kind]]
+    if kind == "9":
+        others = [made(guess, True) for guess in _DESCRIBED]
+        guesses[1:1] = [cfg for cfg in others if undescribed(args, cfg, target) is None]
     fitting = _launch.fitting(guesses, lambda c: shared_bytes(args, direction, c, target), target)
-    return tuple(dict.fromkeys(_short(args, cfg) for cfg in fitting))
+    return tuple(dict.fromkeys(fitting))
+
+
+def undescribed(args: Any, cfg: Config, target: Target) -> str | None:
+    """Why a call's tiles cannot be loaded by descriptors."""
+    if _launch.is_amd(target) or int((target.capability or "0").partition(".")[0]) < 9:
+        return "descriptors need a GPU of compute capability 9.0 or more"
+    if not has_scratch():
+        return "descriptors need jaxlib 0.11, which gives kernels memory for them"
+    return _not_whole(args, cfg)
+
+
+def _not_whole(args: Any, cfg: Config) -> str | None:
+    k, n = args.lhs.shape[-1], args.rhs.shape[-2 if args.transpose_rhs else -1]
+    if k % cfg.block_k or n % cfg.block_k:
+        # a tile beyond the end of a matrix would hold the next one
+        return f"descriptors need k={k} and n={n} to be multiples of block_k={cfg.block_k}"
+    return None
+
+
+def check(args: Any, cfg: Config) -> None:
+    """Refuses descriptors that would read another matrix."""
+    if cfg.descriptors and (reason := _not_whole(args, cfg)) is not None:
+        raise ValueError(f"`grouped_matmul`: {reason}.")
 
 
 def _short(args: Any, cfg: Config) -> Config:
@@ -151,6 +185,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
     """Why a config of another call cannot serve this one."""
     if cfg in candidates(args, direction, target):
         return None
+    if cfg.descriptors and (reason := undescribed(args, cfg, target)) is not None:
+        return reason
     return _launch.misfit(cfg, shared_bytes(args, direction, cfg, target), target)
 
 

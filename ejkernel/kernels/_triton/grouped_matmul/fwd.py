@@ -15,6 +15,7 @@ def flat(x: jax.Array, ndim: int) -> jax.Array:
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[()]]:
     """The output; there are no residuals."""
+    config.check(args, cfg)
     out = products.multiply(
         flat(args.lhs, 2),
         flat(args.rhs, 3),

@@ -22,6 +22,7 @@ class Product(NamedTuple):
     WHOLE_COLUMNS: tl.constexpr
     CONVERTED: tl.constexpr  # the operands differ in dtype: both become float32
     PRECISION: tl.constexpr
+    DESCRIBED: tl.constexpr  # tiles are loaded by tensor descriptors, made in the kernel
 
 
 class Sums(NamedTuple):
@@ -33,6 +34,7 @@ class Sums(NamedTuple):
     WHOLE_J: tl.constexpr
     CONVERTED: tl.constexpr
     PRECISION: tl.constexpr
+    DESCRIBED: tl.constexpr
 
 
 @triton.jit
@@ -98,6 +100,35 @@ def _tile_product(
 
 
 @triton.jit
+def described(base, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
+    """A descriptor of a matrix with tiles of [BR, BC]; what is outside is 0."""
+    return tl.make_tensor_descriptor(base, [rows, columns], [columns, 1], [BR, BC])
+
+
+@triton.jit
+def _described_product(
+    lhs, rhs, at, column, product, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """As `_tile_product`, from descriptors of all rows and all matrices.
+
+    Rows beyond the group, and columns beyond the matrix, are those of others; they are not stored.
+    """
+    acc = tl.zeros([BM, BN], tl.float32)
+    if product.TRANSPOSED:
+        first = at.matrix * product.columns + column
+    else:
+        first = at.matrix * product.inner
+    for done in range(0, tl.where(at.owned, product.inner, 0), BK):
+        b_l = lhs.load([at.row, done])  # [BM, BK]
+        if product.TRANSPOSED:
+            b_r = tl.trans(rhs.load([first, done]))  # [BK, BN]
+        else:
+            b_r = rhs.load([first + done, column])
+        acc = multiplied(b_l, b_r, acc, product.CONVERTED, product.PRECISION)
+    return acc
+
+
+@triton.jit
 def grouped_matmul_kernel(
     lhs, rhs, groups, product, existing, out,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
@@ -109,11 +140,20 @@ def grouped_matmul_kernel(
     bounds = grouping.bounds(groups, BM)
     num_rows = grouping.num_tiles(groups, bounds, BM, EVERY_ROW)
     num_columns = tl.cdiv(product.columns, BN)
+    if product.DESCRIBED:
+        lhs = described(lhs, grouping.num_rows(groups), product.inner, BM, BK)
+        if product.TRANSPOSED:
+            rhs = described(rhs, groups.num_matrices * product.columns, product.inner, BN, BK)
+        else:
+            rhs = described(rhs, groups.num_matrices * product.inner, product.columns, BK, BN)
     for tile in range(tl.program_id(0), num_rows * num_columns, tl.num_programs(0)):
         i, j = banded(tile, num_rows, num_columns, BAND)
         at = grouping.find(groups, bounds, i, BM, EVERY_ROW)
         column = j * BN
-        acc = _tile_product(lhs, rhs, at, column, product, BM, BN, BK)
+        if product.DESCRIBED:
+            acc = _described_product(lhs, rhs, at, column, product, BM, BN, BK)
+        else:
+            acc = _tile_product(lhs, rhs, at, column, product, BM, BN, BK)
         o_m, o_n = at.row + tl.arange(0, BM), column + tl.arange(0, BN)
         p = out + o_m.to(tl.int64)[:, None] * product.columns + o_n[None, :]
         inside = (o_m < at.stop)[:, None] & (o_n < product.columns)[None, :]
@@ -148,6 +188,20 @@ def _row_sums(
 
 
 @triton.jit
+def _described_sums(
+    left, right, start, stop, i, j, sums, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """As `_row_sums`, from descriptors that end with the group."""
+    left = described(left, stop, sums.num_i, BK, BM)
+    right = described(right, stop, sums.num_j, BK, BN)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for row in range(start, stop, BK):
+        b_l, b_r = left.load([row, i]), right.load([row, j])  # [BK, BM], [BK, BN]
+        acc = multiplied(tl.trans(b_l), b_r, acc, sums.CONVERTED, sums.PRECISION)
+    return acc
+
+
+@triton.jit
 def grouped_matmul_drhs_kernel(
     left, right, groups, sums, out,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
@@ -159,7 +213,10 @@ def grouped_matmul_drhs_kernel(
         matrix = tile // each
         i, j = banded(tile % each, num_i, num_j, BAND)
         start, stop = grouping.rows_of(groups, matrix)
-        acc = _row_sums(left, right, start, stop, i * BM, j * BN, sums, BM, BN, BK)
+        if sums.DESCRIBED:
+            acc = _described_sums(left, right, start, stop, i * BM, j * BN, sums, BM, BN, BK)
+        else:
+            acc = _row_sums(left, right, start, stop, i * BM, j * BN, sums, BM, BN, BK)
         o_i, o_j = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
         base = out + matrix.to(tl.int64) * sums.num_i * sums.num_j
         p = base + o_i.to(tl.int64)[:, None] * sums.num_j + o_j[None, :]

@@ -63,6 +63,7 @@ def multiply(
         WHOLE_COLUMNS=columns % cfg.block_n == 0,
         CONVERTED=converted,
         PRECISION=precision,
+        DESCRIBED=cfg.descriptors,
     )
     tiles = _most_tiles(rows, m, cfg.block_m) * cdiv(columns, cfg.block_n)
     made = triton_call(
@@ -91,6 +92,7 @@ def outer(
         WHOLE_J=num_j % cfg.block_n == 0,
         CONVERTED=converted,
         PRECISION=precision,
+        DESCRIBED=cfg.descriptors,
     )
     tiles = rows.num_matrices * cdiv(num_i, cfg.block_m) * cdiv(num_j, cfg.block_n)
     made = triton_call(
