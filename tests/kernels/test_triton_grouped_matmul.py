@@ -225,18 +225,21 @@ def launches(direction, cfg, m=32768, k=4096, n=4096, g=8, dtype="bfloat16", **m
 
 
 @pytest.mark.parametrize(
-    ("direction", "described"),
+    ("direction", "described", "k"),
     [
-        ("forward", False),
-        ("backward", False),
-        ("forward", True),
-        pytest.param("backward", True, marks=pytest.mark.slow),
+        ("forward", False, 4096),
+        ("backward", False, 4096),
+        ("forward", True, 4096),
+        pytest.param("backward", True, 4096, marks=pytest.mark.slow),
+        # rows of 16 bytes, in no whole number of tiles
+        ("forward", False, 1000),
+        pytest.param("backward", False, 1000, marks=pytest.mark.slow),
     ],
 )
-def test_hopper_multiplies_on_its_widest_units(direction, described):
-    args = abstract(32768, 4096, 4096, 8, "bfloat16")
+def test_hopper_multiplies_on_its_widest_units(direction, described, k):
+    args = abstract(32768, k, 4096, 8, "bfloat16")
     guess = config.heuristic(args, direction, H200)
-    made = launches(direction, dataclasses.replace(guess, descriptors=described))
+    made = launches(direction, dataclasses.replace(guess, descriptors=described), k=k)
     assert len(made) == (1 if direction == "forward" else 2)  # nothing else is launched
     for launch, avals in made:
         compiled = _triton_call.compile_launch(launch, avals, GpuTarget.parse("cuda:sm_90"))
@@ -252,10 +255,17 @@ def test_hopper_multiplies_on_its_widest_units(direction, described):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("rows", [32768, 512, 64])
-@pytest.mark.parametrize(("dtype", "k"), [("bfloat16", 4096), ("bfloat16", 200), ("float32", 512)])
+@pytest.mark.parametrize(
+    ("rows", "dtype", "k"),
+    [
+        (32768, "bfloat16", 200),
+        (512, "bfloat16", 4096),
+        (64, "float16", 4096),
+        (512, "float32", 96),
+    ],
+)
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_candidate_compiles_and_fits(name, dtype, k, rows, direction):
+def test_every_candidate_compiles_and_fits(name, rows, dtype, k, direction):
     sizes = {"m": rows, "k": k, "n": 1024, "g": 8}
     args = abstract(**sizes, dtype=dtype)
     limit = _launch.shared_limit(TARGETS[name])

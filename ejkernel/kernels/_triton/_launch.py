@@ -1,6 +1,7 @@
 """What the configuration of every Triton entry needs: checks, launch options, shared memory."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -89,3 +90,12 @@ def dot_precision(dtype: Any) -> str:
         return "ieee"  # without effect on narrower inputs
     exact = precision.dot_precision(dtype) == jax.lax.Precision.HIGHEST
     return "ieee" if exact else "tf32"
+
+
+def unit(size: int) -> int:
+    """A power of two that divides a size, for a kernel that takes the quotient and multiplies.
+
+    Of an int by itself a kernel knows only whether 16 divides it; 8 is enough for loads of 16 bytes
+    in half precision.
+    """
+    return 1 if size % 16 == 0 else math.gcd(size, 8)

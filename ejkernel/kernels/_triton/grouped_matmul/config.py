@@ -85,6 +85,8 @@ _GUESSES = {
     # few rows a group: the matrices are read once, as many bytes at a time as there is room for
     "few rows": ((16, 128, 128, 4, 4, 2), (16, 64, 128, 4, 4, 4), (16, 64, 64, 4, 2, 4)),
     "some rows": ((64, 128, 64, 4, 4, 2), (64, 256, 64, 8, 3, 1), (64, 64, 64, 4, 2, 2)),
+    # rows that do not begin at 16 bytes are loaded number by number, through registers
+    "odd": ((64, 64, 32, 4, 2, 2), (64, 128, 32, 8, 2, 1), (64, 64, 64, 8, 2, 1)),
     # float32 products run on the ordinary units, from registers
     "wide": (
         (64, 64, 32, 4, 3, 2),
@@ -102,6 +104,8 @@ _DESCRIBED = ((128, 256, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1), (128, 128, 64, 8
 def _kind(args: Any, direction: str, target: Target) -> str:
     if _itemsize(args, direction) == 4:
         return "wide"
+    if any(size % 8 for size in (args.lhs.shape[-1], *args.rhs.shape[-2:])):
+        return "odd"
     rows = _rows(args)
     if rows <= 64:
         return "few rows" if rows <= 16 else "some rows"

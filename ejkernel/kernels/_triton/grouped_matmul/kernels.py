@@ -13,10 +13,15 @@ from ejkernel.kernels._triton._blocks import groups as grouping
 
 
 class Product(NamedTuple):
-    """A product of [rows, inner] and [inner, columns], and how its tiles are made."""
+    """A product of [rows, inner] and [inner, columns], and how its tiles are made.
+
+    Sizes are in units of INNER_UNIT and COLUMN_UNIT, so that the compiler knows what divides them.
+    """
 
     inner: Any
     columns: Any
+    INNER_UNIT: tl.constexpr
+    COLUMN_UNIT: tl.constexpr
     TRANSPOSED: tl.constexpr  # the matrices are [columns, inner]
     WHOLE_INNER: tl.constexpr  # tiles divide the inner size
     WHOLE_COLUMNS: tl.constexpr
@@ -28,8 +33,10 @@ class Product(NamedTuple):
 class Sums(NamedTuple):
     """Sums over rows of [rows, i] times [rows, j], and how tiles [i, j] of them are made."""
 
-    num_i: Any
+    num_i: Any  # in units of I_UNIT
     num_j: Any
+    I_UNIT: tl.constexpr
+    J_UNIT: tl.constexpr
     WHOLE_I: tl.constexpr
     WHOLE_J: tl.constexpr
     CONVERTED: tl.constexpr
@@ -61,7 +68,7 @@ def _tile_product(
     lhs, rhs, at, column, product, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
     """Rows of one tile times columns of their matrix, [BM, BN]; 0 for rows without a matrix."""
-    inner, columns = product.inner, product.columns
+    inner, columns = product.inner * product.INNER_UNIT, product.columns * product.COLUMN_UNIT
     o_m, o_n, o_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     # rows beyond the group repeat its last one, which needs no mask; they are not stored
     o_m = tl.minimum(o_m, at.stop - 1 - at.row)
@@ -113,12 +120,13 @@ def _described_product(
 
     Rows beyond the group, and columns beyond the matrix, are those of others; they are not stored.
     """
+    inner, columns = product.inner * product.INNER_UNIT, product.columns * product.COLUMN_UNIT
     acc = tl.zeros([BM, BN], tl.float32)
     if product.TRANSPOSED:
-        first = at.matrix * product.columns + column
+        first = at.matrix * columns + column
     else:
-        first = at.matrix * product.inner
-    for done in range(0, tl.where(at.owned, product.inner, 0), BK):
+        first = at.matrix * inner
+    for done in range(0, tl.where(at.owned, inner, 0), BK):
         b_l = lhs.load([at.row, done])  # [BM, BK]
         if product.TRANSPOSED:
             b_r = tl.trans(rhs.load([first, done]))  # [BK, BN]
@@ -137,15 +145,16 @@ def grouped_matmul_kernel(
     `existing`; then they stay as they are.
     """
     EVERY_ROW: tl.constexpr = existing is None
+    inner, columns = product.inner * product.INNER_UNIT, product.columns * product.COLUMN_UNIT
     bounds = grouping.bounds(groups, BM)
     num_rows = grouping.num_tiles(groups, bounds, BM, EVERY_ROW)
-    num_columns = tl.cdiv(product.columns, BN)
+    num_columns = tl.cdiv(columns, BN)
     if product.DESCRIBED:
-        lhs = described(lhs, grouping.num_rows(groups), product.inner, BM, BK)
+        lhs = described(lhs, grouping.num_rows(groups), inner, BM, BK)
         if product.TRANSPOSED:
-            rhs = described(rhs, groups.num_matrices * product.columns, product.inner, BN, BK)
+            rhs = described(rhs, groups.num_matrices * columns, inner, BN, BK)
         else:
-            rhs = described(rhs, groups.num_matrices * product.inner, product.columns, BK, BN)
+            rhs = described(rhs, groups.num_matrices * inner, columns, BK, BN)
     for tile in range(tl.program_id(0), num_rows * num_columns, tl.num_programs(0)):
         i, j = banded(tile, num_rows, num_columns, BAND)
         at = grouping.find(groups, bounds, i, BM, EVERY_ROW)
@@ -155,8 +164,8 @@ def grouped_matmul_kernel(
         else:
             acc = _tile_product(lhs, rhs, at, column, product, BM, BN, BK)
         o_m, o_n = at.row + tl.arange(0, BM), column + tl.arange(0, BN)
-        p = out + o_m.to(tl.int64)[:, None] * product.columns + o_n[None, :]
-        inside = (o_m < at.stop)[:, None] & (o_n < product.columns)[None, :]
+        p = out + o_m.to(tl.int64)[:, None] * columns + o_n[None, :]
+        inside = (o_m < at.stop)[:, None] & (o_n < columns)[None, :]
         tl.store(p, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -165,10 +174,11 @@ def _row_sums(
     left, right, start, stop, i, j, sums, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
     """The sum over rows from start to stop of left row times right row, [BM, BN]."""
+    num_i, num_j = sums.num_i * sums.I_UNIT, sums.num_j * sums.J_UNIT
     o_i, o_j, o_r = i + tl.arange(0, BM), j + tl.arange(0, BN), tl.arange(0, BK)
     row = start.to(tl.int64)
-    p_l = left + row * sums.num_i + o_r[:, None] * sums.num_i + o_i[None, :]
-    p_r = right + row * sums.num_j + o_r[:, None] * sums.num_j + o_j[None, :]
+    p_l = left + row * num_i + o_r[:, None] * num_i + o_i[None, :]
+    p_r = right + row * num_j + o_r[:, None] * num_j + o_j[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     for done in range(0, stop - start, BK):
         # both sides: 0 times nan of another group's row would be nan
@@ -176,14 +186,14 @@ def _row_sums(
         if sums.WHOLE_I:
             b_l = tl.load(p_l, mask=m_r, other=0.0)  # [BK, BM]
         else:
-            b_l = tl.load(p_l, mask=m_r & (o_i < sums.num_i)[None, :], other=0.0)
+            b_l = tl.load(p_l, mask=m_r & (o_i < num_i)[None, :], other=0.0)
         if sums.WHOLE_J:
             b_r = tl.load(p_r, mask=m_r, other=0.0)  # [BK, BN]
         else:
-            b_r = tl.load(p_r, mask=m_r & (o_j < sums.num_j)[None, :], other=0.0)
+            b_r = tl.load(p_r, mask=m_r & (o_j < num_j)[None, :], other=0.0)
         acc = multiplied(tl.trans(b_l), b_r, acc, sums.CONVERTED, sums.PRECISION)
-        p_l += BK * sums.num_i
-        p_r += BK * sums.num_j
+        p_l += BK * num_i
+        p_r += BK * num_j
     return acc
 
 
@@ -192,8 +202,9 @@ def _described_sums(
     left, right, start, stop, i, j, sums, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
     """As `_row_sums`, from descriptors that end with the group."""
-    left = described(left, stop, sums.num_i, BK, BM)
-    right = described(right, stop, sums.num_j, BK, BN)
+    num_i, num_j = sums.num_i * sums.I_UNIT, sums.num_j * sums.J_UNIT
+    left = described(left, stop, num_i, BK, BM)
+    right = described(right, stop, num_j, BK, BN)
     acc = tl.zeros([BM, BN], tl.float32)
     for row in range(start, stop, BK):
         b_l, b_r = left.load([row, i]), right.load([row, j])  # [BK, BM], [BK, BN]
@@ -207,18 +218,19 @@ def grouped_matmul_drhs_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """For each matrix the sum over its rows of left row times right row; 0 if it has none."""
-    num_i, num_j = tl.cdiv(sums.num_i, BM), tl.cdiv(sums.num_j, BN)
-    each = num_i * num_j
+    num_i, num_j = sums.num_i * sums.I_UNIT, sums.num_j * sums.J_UNIT
+    tiles_i, tiles_j = tl.cdiv(num_i, BM), tl.cdiv(num_j, BN)
+    each = tiles_i * tiles_j
     for tile in range(tl.program_id(0), groups.num_matrices * each, tl.num_programs(0)):
         matrix = tile // each
-        i, j = banded(tile % each, num_i, num_j, BAND)
+        i, j = banded(tile % each, tiles_i, tiles_j, BAND)
         start, stop = grouping.rows_of(groups, matrix)
         if sums.DESCRIBED:
             acc = _described_sums(left, right, start, stop, i * BM, j * BN, sums, BM, BN, BK)
         else:
             acc = _row_sums(left, right, start, stop, i * BM, j * BN, sums, BM, BN, BK)
         o_i, o_j = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
-        base = out + matrix.to(tl.int64) * sums.num_i * sums.num_j
-        p = base + o_i.to(tl.int64)[:, None] * sums.num_j + o_j[None, :]
-        inside = (o_i < sums.num_i)[:, None] & (o_j < sums.num_j)[None, :]
+        base = out + matrix.to(tl.int64) * num_i * num_j
+        p = base + o_i.to(tl.int64)[:, None] * num_j + o_j[None, :]
+        inside = (o_i < num_i)[:, None] & (o_j < num_j)[None, :]
         tl.store(p, acc.to(out.dtype.element_ty), mask=inside)

@@ -56,8 +56,10 @@ def multiply(
     (m, inner), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     converted, precision = _operands(lhs, rhs)
     product = kernels.Product(
-        inner=inner,
-        columns=columns,
+        inner=inner // _launch.unit(inner),
+        columns=columns // _launch.unit(columns),
+        INNER_UNIT=_launch.unit(inner),
+        COLUMN_UNIT=_launch.unit(columns),
         TRANSPOSED=transpose_rhs,
         WHOLE_INNER=inner % cfg.block_k == 0,
         WHOLE_COLUMNS=columns % cfg.block_n == 0,
@@ -86,8 +88,10 @@ def outer(
     (m, num_i), num_j, cfg = left.shape, right.shape[1], config.over_rows(cfg)
     converted, precision = _operands(left, right)
     sums = kernels.Sums(
-        num_i=num_i,
-        num_j=num_j,
+        num_i=num_i // _launch.unit(num_i),
+        num_j=num_j // _launch.unit(num_j),
+        I_UNIT=_launch.unit(num_i),
+        J_UNIT=_launch.unit(num_j),
         WHOLE_I=num_i % cfg.block_m == 0,
         WHOLE_J=num_j % cfg.block_n == 0,
         CONVERTED=converted,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.callib import Cost, cdiv, triton_call
+from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.mean_pooling import config, fwd, kernels
 
 
@@ -19,7 +20,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """The gradient of `inputs`."""
     width, made, x = config.width(args), fwd.cut(args, cfg), args.inputs
-    counts = None
+    counts, unit = None, _launch.unit(width)
     if args.mask is not None and made.spans.SLICED:  # a program sees a part of its row's mask
         size = made.spans.size
         mask = jnp.pad(args.mask, ((0, 0), (0, made.spans.chunks * size - x.shape[1])))
@@ -31,12 +32,13 @@ def backward(
             "mask": args.mask,
             "counts": counts,
             "spans": made.spans,
-            "width": width,
+            "width": width // unit,
         },
         outputs={"dinputs": jax.ShapeDtypeStruct(x.shape, x.dtype)},
         grid=(made.segments * cdiv(width, cfg.block_w),),
         cost=Cost(bytes_accessed=x.size * x.dtype.itemsize),
         **cfg.launch(),
+        UNIT=unit,
         BT=cfg.block_t,
         BW=cfg.block_w,
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.callib import Cost, cdiv, next_power_of_2, triton_call
+from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.mean_pooling import config, kernels, spans
 
 _SLICES, _COLUMNS = 128, 32  # in a tile of the second pass: rows of 128 bytes
@@ -62,17 +63,19 @@ def out_shape(args: Any, made: Cut) -> tuple[int, ...]:
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[()]]:
     """The means; there are no residuals."""
     width, made, x = config.width(args), cut(args, cfg), args.inputs
+    unit = _launch.unit(width)
     means = jax.ShapeDtypeStruct((made.rows, width), x.dtype)
     sums, counts = jax.ShapeDtypeStruct((made.slices, width), jnp.float32), None
     if args.mask is not None and made.spans.SLICED:
         counts = jax.ShapeDtypeStruct((made.slices,), jnp.int32)
     found = triton_call(
         kernels.mean_pooling_fwd_kernel,
-        inputs={"inputs": x, "mask": args.mask, "spans": made.spans, "width": width},
+        inputs={"inputs": x, "mask": args.mask, "spans": made.spans, "width": width // unit},
         outputs={"out": sums if made.spans.SLICED else means, "counts": counts},
         grid=(made.slices * cdiv(width, cfg.block_w),),
         cost=Cost(bytes_accessed=x.size * x.dtype.itemsize),
         **cfg.launch(),
+        UNIT=unit,
         BT=cfg.block_t,
         BW=cfg.block_w,
     )
@@ -84,11 +87,12 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[()]]
                 "sums": found["out"],
                 "counts": found["counts"],
                 "spans": made.spans,
-                "width": width,
+                "width": width // unit,
             },
             outputs={"out": means},
             grid=(made.rows * cdiv(width, block_w),),
             num_warps=4,
+            UNIT=unit,
             BS=min(_SLICES, next_power_of_2(made.slices)),
             BW=block_w,
         )

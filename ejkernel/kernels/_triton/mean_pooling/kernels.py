@@ -1,7 +1,7 @@
 """Mean pooling in Triton: sums over slices of tokens, sums of slices, and shares of cotangents.
 
-Heads and features are one axis of `width` columns; a program has a block of them. Every sum is in
-one order, whatever the device.
+Heads and features are one axis of `width` times UNIT columns; a program has a block of them. Every
+sum is in one order, whatever the device.
 """
 
 import triton
@@ -22,9 +22,11 @@ def _counted(mask, token, stop, BT: tl.constexpr):
 
 @triton.jit
 def mean_pooling_fwd_kernel(
-    inputs, mask, spans, width, out, counts, BT: tl.constexpr, BW: tl.constexpr
-):
+    inputs, mask, spans, width, out, counts,
+    UNIT: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
     """Means over spans; sums instead, in float32, if the spans are slices."""
+    width = width * UNIT
     blocks = tl.cdiv(width, BW)
     i, column = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BW
     at = cuts.find(spans, i, False)
@@ -48,8 +50,11 @@ def mean_pooling_fwd_kernel(
 
 
 @triton.jit
-def mean_pooling_slices_kernel(sums, counts, spans, width, out, BS: tl.constexpr, BW: tl.constexpr):
+def mean_pooling_slices_kernel(
+    sums, counts, spans, width, out, UNIT: tl.constexpr, BS: tl.constexpr, BW: tl.constexpr
+):
     """Means of rows from the sums of their slices."""
+    width = width * UNIT
     blocks = tl.cdiv(width, BW)
     row, column = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BW
     first, after, number = cuts.slices_of(spans, row)
@@ -70,9 +75,11 @@ def mean_pooling_slices_kernel(sums, counts, spans, width, out, BS: tl.constexpr
 
 @triton.jit
 def mean_pooling_bwd_kernel(
-    dout, mask, counts, spans, width, dinputs, BT: tl.constexpr, BW: tl.constexpr
-):
+    dout, mask, counts, spans, width, dinputs,
+    UNIT: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
     """Gives each token that counts its share of its row's cotangent, and the others 0."""
+    width = width * UNIT
     blocks = tl.cdiv(width, BW)
     i, column = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BW
     at = cuts.find(spans, i, True)
