@@ -137,7 +137,7 @@ def expected(args, first=0):
 @pytest.mark.parametrize(
     ("more", "first"),
     [
-        ({"m": 10, "sizes": (4, -3, 100)}, 0),  # cut at the rows that there are
+        ({"m": 10, "sizes": (4, -3, 100, 5)}, 0),  # cut at the rows that there are
         ({"m": 40, "sizes": (3, 18, 0, 5, 9), "matrices": 2, "group_offset": 1}, 1),
         ({"m": 40, "sizes": (20, 0, 0, 9), "matrices": 2, "group_offset": 1}, 1),  # none is here
         ({"m": 40, "sizes": (0, 0, 0, 33), "matrices": 1, "group_offset": 3}, 3),
