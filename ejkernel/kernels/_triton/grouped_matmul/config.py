@@ -55,15 +55,18 @@ def _itemsize(args: Any, direction: str) -> int:
 
 # compute units, by compute capability or architecture; a wrong number costs a part of a wave
 _UNITS = {"8.0": 108, "9.0": 132, "10.0": 148, "gfx942": 304, "gfx950": 256}
-_NAMES = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "programs")
-# Best first, by compiled code; none of it has been measured. `programs` is how many fit on a unit.
+_NAMES = (
+    *("block_m", "block_n", "block_k", "num_warps", "num_stages"),
+    *("programs", "max_registers"),  # programs for each unit, which share it if they fit
+)
+# Best first, by compiled code; none of it has been measured.
 # 128 x 256 tiles need half of a multiprocessor's registers for sums, and give wgmma its widest form
 # (m64n256k16); 128 x 128 ones let two programs share it, so that one stores while one multiplies.
 _GUESSES = {
-    "9": (
+    "hopper": (
         (128, 256, 64, 8, 4, 1),
         (128, 256, 64, 8, 3, 1),
-        (128, 128, 64, 8, 3, 2),
+        (128, 128, 64, 8, 3, 2, 128),
         (128, 128, 64, 4, 3, 2),
         (256, 128, 64, 8, 3, 1),
         (64, 128, 64, 4, 4, 2),
@@ -111,7 +114,7 @@ def _kind(args: Any, direction: str, target: Target) -> str:
         return "few rows" if rows <= 16 else "some rows"
     if _launch.is_amd(target):
         return "amd"
-    return "9" if (target.capability or "").partition(".")[0] in ("9", "10") else "other"
+    return "hopper" if (target.capability or "").partition(".")[0] in ("9", "10") else "other"
 
 
 def _rows(args: Any) -> int:
@@ -126,13 +129,15 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     units = _UNITS.get(target.capability or "", 132)
 
     def made(guess: tuple[int, ...], described: bool) -> Config:
-        named = dict(zip(_NAMES, guess, strict=True))
+        named = dict(zip(_NAMES, guess, strict=False))
         programs = units * named.pop("programs")
+        if direction != FORWARD:  # the gradient of rhs would spill
+            named["max_registers"] = 0
         return _short(args, Config(num_programs=programs, descriptors=described, **named))
 
     kind = _kind(args, direction, target)
     guesses = [made(guess, False) for guess in _GUESSES[kind]]
-    if kind == "9":
+    if kind == "hopper":
         others = [made(guess, True) for guess in _DESCRIBED]
         guesses[1:1] = [cfg for cfg in others if undescribed(args, cfg, target) is None]
     fitting = _launch.fitting(guesses, lambda c: shared_bytes(args, direction, c, target), target)
