@@ -22,9 +22,13 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_gpu.py": ("flash_attention",),
     "tests/kernels/test_pallas_tpu.py": ("flash_attention",),
     "tests/kernels/test_transforms.py": ("flash_attention",),
+    "tests/kernels/test_tpu_grouped_matmul.py": ("grouped_matmul",),
     "tests/kernels/test_triton_compiles.py": ("flash_attention",),
     "tests/kernels/test_triton_config.py": ("flash_attention",),
+    "tests/kernels/test_triton_grouped_matmul.py": ("grouped_matmul",),
+    "tests/kernels/test_triton_mean_pooling.py": ("mean_pooling",),
     "tests/kernels/test_triton_work.py": ("flash_attention",),
+    "tests/test_moe_example.py": ("grouped_matmul",),
 }
 
 

@@ -195,6 +195,14 @@ def _fla_means(values: dict[str, Any]) -> Any:
     return mean_pooling(values["inputs"], values["chunk_size"], None)
 
 
+def _means_why_not(values: dict[str, Any]) -> str | None:
+    from ejkernel.bench import _peers
+
+    if values.get("chunk_size") is None:
+        return "it takes chunks"
+    return _peers.only(values, "inputs", "chunk_size")
+
+
 def _fla_nsa(values: dict[str, Any]) -> Any:
     from fla.ops.nsa import parallel_nsa
 
@@ -225,7 +233,7 @@ PEERS: Sequence[Peer] = (
     ),
     _peer("FLA", "gla", _fla_gla, needs=_FLA, tolerance=0.05),
     _peer("FLA", "lightning_attention", _fla_lightning, needs=_FLA, tolerance=0.05),
-    _peer("FLA", "mean_pooling", _fla_means, needs=_FLA),
+    _peer("FLA", "mean_pooling", _fla_means, needs=_FLA, why_not=_means_why_not),
     _peer(
         "FLA",
         "native_sparse_attention",

@@ -3,6 +3,15 @@
 from ejkernel.callib._ejit import ejit
 from ejkernel.callib._sizes import cdiv, next_power_of_2, strides_from_shape
 from ejkernel.callib._triton_call import triton_call
+from ejkernel.callib._triton_jaxlib import has_scratch
 from ejkernel.callib._triton_launch import Cost
 
-__all__ = ["Cost", "cdiv", "ejit", "next_power_of_2", "strides_from_shape", "triton_call"]
+__all__ = [
+    "Cost",
+    "cdiv",
+    "ejit",
+    "has_scratch",
+    "next_power_of_2",
+    "strides_from_shape",
+    "triton_call",
+]

@@ -32,6 +32,14 @@ def library() -> Any:
 
 
 @functools.cache
+def has_scratch() -> bool:
+    """Whether a launch gives a kernel global memory of its own, which tensor descriptors need."""
+    import jaxlib
+
+    return tuple(int(part) for part in jaxlib.__version__.split(".")[:2]) >= (0, 11)
+
+
+@functools.cache
 def device_target(platform: str) -> GpuTarget:
     """The target of the first GPU here."""
     if platform == "rocm":

@@ -1,11 +1,16 @@
 """What the configuration of every Triton entry needs: checks, launch options, shared memory."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+
 from ejkernel import _device, _settings
 from ejkernel._device import Target
+from ejkernel.kernels._shared import precision
 
 _UNKNOWN_SHARED = 99 << 10  # bytes to a program that any NVIDIA GPU since 2020 has
 
@@ -77,3 +82,20 @@ def from_params(guess: Config, settings: dict[str, Any], tile: Sequence[str]) ->
     if all(getattr(cfg, name) == getattr(guess, name) for name in (*tile, "num_warps")):
         return cfg
     return dataclasses.replace(cfg, max_registers=0)
+
+
+def dot_precision(dtype: Any) -> str:
+    """What a product asks Triton for, which has nothing below TensorFloat-32."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return "ieee"  # without effect on narrower inputs
+    exact = precision.dot_precision(dtype) == jax.lax.Precision.HIGHEST
+    return "ieee" if exact else "tf32"
+
+
+def unit(size: int) -> int:
+    """A power of two that divides a size, for a kernel that takes the quotient and multiplies.
+
+    Of an int by itself a kernel knows only whether 16 divides it; 8 is enough for loads of 16 bytes
+    in half precision.
+    """
+    return 1 if size % 16 == 0 else math.gcd(size, 8)
