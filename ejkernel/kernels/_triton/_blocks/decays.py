@@ -92,25 +92,32 @@ def after(C: tl.constexpr):
     return o_c[None, :] > o_c[:, None]
 
 
+@triton.constexpr_function
+def levels(size):
+    """How often blocks of one token double up to a chunk."""
+    return size.bit_length() - 1
+
+
 @triton.jit
-def level_weights(C: tl.constexpr, LEVEL: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[t, u]: step u is in the decay between t and the middle of its block of 2^(LEVEL + 1)."""
+def level_weights(level, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[t, u]: step u is in the decay between t and the middle of its block of 2^(level + 1)."""
     o_t = tl.arange(0, C)
     o_u = tl.arange(0, C)
     o_t = o_t[None, :] if TRANSPOSED else o_t[:, None]
     o_u = o_u[:, None] if TRANSPOSED else o_u[None, :]
-    middle = ((o_t >> (LEVEL + 1)) << (LEVEL + 1)) + (1 << LEVEL)
+    half = tl.full([], 1, tl.int32) << level
+    middle = (o_t & -(2 * half)) + half
     later = (o_u >= middle) & (o_u <= o_t)
     earlier = (o_u > o_t) & (o_u < middle)
     return tl.where(o_t >= middle, later, earlier)
 
 
 @triton.jit
-def level_pairs(C: tl.constexpr, LEVEL: tl.constexpr):
-    """[t, s]: s is in the first and t in the second half of the same block of 2^(LEVEL + 1)."""
+def level_pairs(level, C: tl.constexpr):
+    """[t, s]: s is in the first and t in the second half of the same block of 2^(level + 1)."""
     o_t = tl.arange(0, C)[:, None]
     o_s = tl.arange(0, C)[None, :]
-    return (((o_t ^ o_s) >> LEVEL) == 1) & (o_t > o_s)
+    return (((o_t ^ o_s) >> level) == 1) & (o_t > o_s)
 
 
 # One gate for a head

@@ -1,7 +1,8 @@
 """The linear recurrence backward in chunks.
 
-The states before chunks are computed again, then the gradients of those after chunks, from the
-last to the first; a third launch computes all other gradients of all chunks side by side.
+The gradients of the states after chunks are carried from the last chunk to the first, and the
+states before chunks are computed again. Then all chunks are computed side by side: queries, keys
+and gates in one launch, values in another, each small enough to stay in registers.
 Gradients of gates are sums of those of the decays they are in, never a difference of long sums:
 they are right for gates of any strength.
 """
@@ -11,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.callib import triton_call
-from ejkernel.kernels._triton.linear_recurrence import bwd_chunk, call, config, states
+from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton.linear_recurrence import bwd_chunk, call, config, fwd, states
 
 _GATES = frozenset({"g", "gk", "g_gamma"})
 
@@ -34,73 +35,86 @@ def backward(
         return grads
     made = call.Call(args, cfg.block_t)
     dout = cotangents[0].astype(args.query.dtype)
-    dstates, dstart = states.gradients(made, cfg, dout, dlast, "initial_state" in wanted)
+    after, dstart = states.gradients(made, cfg, dout, dlast, "initial_state" in wanted)
     grads = {}
-    if wanted - {"initial_state"}:
-        before, _ = states.states(made, cfg, last=False)
-        grads = _of_chunks(made, cfg, dout, (before, dstates), wanted)
+    if wanted & {"query", "key", *_GATES}:
+        grads = _queries_and_keys(made, cfg, dout, after, wanted)
+    if "value" in wanted:
+        grads["value"] = _values(made, cfg, dout, after)
     if dstart is not None:
         grads["initial_state"] = dstart.astype(args.initial_state.dtype)
     return grads
 
 
-def _of_chunks(
-    made: call.Call, cfg: config.Config, dout: jax.Array, between: Any, wanted: frozenset[str]
+def _queries_and_keys(
+    made: call.Call, cfg: config.Config, dout: jax.Array, after: jax.Array, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Gradients of all but the states."""
-    args = made.args
-    tokens, dtype = (made.batch, made.t, made.heads), args.query.dtype
-    gates = wanted & _GATES
-    shape = lambda name, width: (
-        jax.ShapeDtypeStruct((*tokens, width), dtype) if name in wanted else None
-    )
+    """Gradients of queries, keys and gates."""
+    args, dtype = made.args, made.args.query.dtype
+    before, _ = states.states(made, cfg, last=False)
+    tokens, gated = (made.batch, made.t, made.heads), bool(wanted & _GATES)
+    shapes = {
+        "query": ("dq", (*tokens, made.d), dtype),
+        "key": ("dk", (*tokens, made.d), dtype),
+        "g": ("dg", tokens, None if args.g is None else args.g.dtype),
+        "g_gamma": ("dgamma", (made.num_chunks, made.heads), jnp.float32),
+    }
+    kernel, more = bwd_chunk.linear_recurrence_bwd_heads_kernel, {}
+    if args.gk is not None:
+        kernel = bwd_chunk.linear_recurrence_bwd_elements_kernel
+        shapes["gk"] = ("dgk", (*tokens, made.d), args.gk.dtype)
+        more = {"TERMS": 0 if dtype == jnp.float32 else 1 if dtype == jnp.bfloat16 else 2}
     outputs = {
-        "dq": shape("query", made.d),
-        "dk": shape("key", made.d),
-        "dv": shape("value", made.e),
-        "dg": _if("g" in gates, tokens, args.g),
-        "dgk": _if("gk" in gates, (*tokens, made.d), args.gk),
-        "dgamma": _if("g_gamma" in gates, (made.num_chunks, made.heads), None),
+        out: jax.ShapeDtypeStruct(shape, kind) if name in wanted else None
+        for name, (out, shape, kind) in shapes.items()
     }
     found = triton_call(
-        bwd_chunk.linear_recurrence_bwd_kernel,
-        inputs={
-            "query": made.operand("query"),
-            "key": made.operand("key"),
-            "value": made.operand("value"),
-            "dout": call.operand(dout, made.heads),
-            "gates": made.gates,
-            "before": between[0],
-            "after": between[1],
-            "chunks": made.chunks,
-            "sizes": made.sizes,
-        },
+        kernel,
+        inputs=made.inputs("query", "key", "value")
+        | {"dout": call.operand(dout, made.heads), "before": before, "after": after},
         outputs=outputs,
         zeroed=made.zeroed(*(name for name, x in outputs.items() if x is not None)),
         grid=(made.num_chunks * made.heads,),
         **cfg.launch(),
+        **more,
         BD=cfg.block_d,
-        BE=made.padded_e,
+        BE=min(made.padded_e, cfg.block_d),
         SCALE=made.scale,
-        TERMS=0 if dtype == jnp.float32 else 1 if dtype == jnp.bfloat16 else 2,
-        GATED=bool(gates),
+        GATED=gated,
     )
-    names = {"query": "dq", "key": "dk", "value": "dv", "g": "dg", "gk": "dgk"}
-    grads = {n: _own_heads(found[names[n]], args.arrays()[n]) for n in wanted & names.keys()}
-    if "g_gamma" in wanted:
-        grads["g_gamma"] = found["dgamma"].sum(axis=0).astype(args.g_gamma.dtype)
+    given = args.arrays()
+    grads = {n: _own_heads(found[shapes[n][0]], given[n]) for n in wanted & shapes.keys()}
     return grads
 
 
-def _if(needed: bool, shape: tuple[int, ...], like: Any) -> jax.ShapeDtypeStruct | None:
-    dtype = jnp.float32 if like is None else like.dtype
-    return jax.ShapeDtypeStruct(shape, dtype) if needed else None
+def _values(made: call.Call, cfg: config.Config, dout: jax.Array, after: jax.Array) -> jax.Array:
+    block_e = made.block_e(cfg)
+    shape = (made.batch, made.t, made.heads, made.e)
+    found = triton_call(
+        bwd_chunk.linear_recurrence_bwd_values_kernel,
+        inputs=made.inputs("query", "key")
+        | {
+            "dout": call.operand(dout, made.heads),
+            "after": after,
+            "scores": fwd.scores(made, cfg),
+        },
+        outputs={"dv": jax.ShapeDtypeStruct(shape, made.args.query.dtype)},
+        zeroed=made.zeroed("dv"),
+        grid=(made.num_chunks * made.heads * cdiv(made.e, block_e),),
+        **cfg.launch_values(),
+        BD=min(cfg.value_d, made.padded_d),
+        BE=block_e,
+        SCALE=made.scale,
+    )
+    return _own_heads(found["dv"], made.args.value)
 
 
 def _own_heads(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The sum over the heads that share one of an argument's own."""
+    """The sum over what one number of an argument serves: a group of heads, or all chunks."""
     if x.shape == like.shape:
         return x
+    if like.ndim == 1:
+        return x.sum(axis=0).astype(like.dtype)
     batch, t, own = like.shape[:3]
     parts = x.reshape(batch, t, own, -1, x.shape[-1])
     return parts.sum(axis=3, dtype=jnp.float32).astype(like.dtype)

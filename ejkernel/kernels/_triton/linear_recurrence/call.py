@@ -71,6 +71,14 @@ class Call:
     def operand(self, name: str) -> chunks.Operand:
         return operand(getattr(self.args, name), self.heads)
 
+    def block_e(self, cfg: Any) -> int:
+        return min(cfg.block_e, self.padded_e)
+
+    def inputs(self, *names: str) -> dict[str, Any]:
+        """What every kernel takes, and arrays of the call."""
+        shared = {"gates": self.gates, "chunks": self.chunks, "sizes": self.sizes}
+        return {name: self.operand(name) for name in names} | shared
+
     def zeroed(self, *names: str) -> tuple[str, ...]:
         """Outputs that tokens of no sequence leave unwritten."""
         return names if self.args.cu_seqlens is not None else ()

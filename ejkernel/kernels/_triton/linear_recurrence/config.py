@@ -20,12 +20,17 @@ FEW_TOKENS = 16
 class Config(_launch.LaunchConfig):
     """Tokens in a chunk, and elements of queries and keys that a program passes at once.
 
-    The launch that carries states has blocks `state_d` x `state_e` of them to a program, and warps
-    and stages of its own. `recurrent`: one token at a time, with `state_e` columns to a program.
+    Outputs and values have `block_e` columns to a program. Launches for scores (`score_d`) and for
+    gradients of values (`value_d`) pass other numbers of elements at once, with four warps; the
+    one for states blocks `state_d` x `state_e` to a program, and warps and stages of its
+    own. `recurrent`: one token at a time, with `state_e` columns to a program.
     """
 
     block_t: int = 64
     block_d: int = 64
+    block_e: int = 128
+    score_d: int = 64
+    value_d: int = 64
     state_d: int = 64
     state_e: int = 64
     state_warps: int = 4
@@ -33,12 +38,21 @@ class Config(_launch.LaunchConfig):
     recurrent: bool = False
 
     def __post_init__(self) -> None:
-        _launch.check_blocks(self, "block_t", "block_d", "state_d", "state_e")
+        names = ("block_t", "block_d", "block_e", "score_d", "value_d", "state_d", "state_e")
+        _launch.check_blocks(self, *names)
         super().__post_init__()
         self._of_states()  # checks them
 
     def _of_states(self) -> _launch.LaunchConfig:
         return _launch.LaunchConfig(num_warps=self.state_warps, num_stages=self.state_stages)
+
+    def launch_scores(self) -> dict[str, Any]:
+        """Options of the launch that computes scores."""
+        return _launch.LaunchConfig(num_warps=4, num_stages=1).launch()
+
+    def launch_values(self) -> dict[str, Any]:
+        """Options of the launch that computes gradients of values."""
+        return _launch.LaunchConfig(num_warps=4, num_stages=2).launch()
 
     def launch_states(self) -> dict[str, Any]:
         """Options of the launch that carries states."""
@@ -160,8 +174,8 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
 
 def testing(args: Any, direction: str) -> Config:
     """The smallest chunks and blocks, which cut the shapes of tests."""
-    small = {"block_t": 16, "block_d": 16, "state_d": 16, "state_e": 16}
-    return Config(**small, num_warps=4, num_stages=1, state_stages=1)
+    names = ("block_t", "block_d", "block_e", "score_d", "value_d", "state_d", "state_e")
+    return Config(**dict.fromkeys(names, 16), num_warps=4, num_stages=1, state_stages=1)
 
 
 def from_params(guess: Config, settings: dict[str, Any]) -> Config:

@@ -69,15 +69,7 @@ def run(args: Any, cfg: Any) -> tuple[jax.Array, jax.Array | None]:
     in_place = args.return_state and initial is not None and initial.dtype == jnp.float32
     found = triton_call(
         linear_recurrence_step_kernel,
-        inputs={
-            "query": made.operand("query"),
-            "key": made.operand("key"),
-            "value": made.operand("value"),
-            "gates": made.gates,
-            "initial": initial,
-            "chunks": made.chunks,
-            "sizes": made.sizes,
-        },
+        inputs=made.inputs("query", "key", "value") | {"initial": initial},
         outputs={
             "out": jax.ShapeDtypeStruct(
                 (made.batch, made.t, made.heads, made.e), args.query.dtype

@@ -134,14 +134,7 @@ def _launch(
     last = jax.ShapeDtypeStruct((made.rows, *shape), jnp.float32) if wanted else None
     found = triton_call(
         linear_recurrence_states_kernel,
-        inputs={
-            "rows": pair[0],
-            "columns": pair[1],
-            "gates": made.gates,
-            "start": start,
-            "chunks": made.chunks,
-            "sizes": made.sizes,
-        },
+        inputs=made.inputs() | {"rows": pair[0], "columns": pair[1], "start": start},
         outputs={
             "states": jax.ShapeDtypeStruct((made.num_chunks, *shape), made.state_dtype),
             "last": last,
