@@ -94,30 +94,37 @@ def after(C: tl.constexpr):
 
 @triton.constexpr_function
 def levels(size):
-    """How often blocks of one token double up to a chunk."""
-    return size.bit_length() - 1
+    """Of blocks of 1, 2, 4, .. tokens up to a chunk; at level 0 a token meets itself."""
+    return size.bit_length()
 
 
 @triton.jit
-def level_weights(level, C: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """[t, u]: step u is in the decay between t and the middle of its block of 2^(level + 1)."""
-    o_t = tl.arange(0, C)
-    o_u = tl.arange(0, C)
-    o_t = o_t[None, :] if TRANSPOSED else o_t[:, None]
-    o_u = o_u[:, None] if TRANSPOSED else o_u[None, :]
-    half = tl.full([], 1, tl.int32) << level
-    middle = (o_t & -(2 * half)) + half
-    later = (o_u >= middle) & (o_u <= o_t)
-    earlier = (o_u > o_t) & (o_u < middle)
-    return tl.where(o_t >= middle, later, earlier)
+def level_steps(level, C: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[t, u]: step u is in the decay between t and the middle of its block of 2^level tokens.
+
+    As a range of u for each t: what does not depend on the level would be kept in registers over
+    the loop over levels, one for each element.
+    """
+    o_c = tl.arange(0, C)
+    half = (1 << level) >> 1
+    middle = (o_c & -(1 << level)) + half
+    first = tl.minimum(middle, o_c + 1)
+    last = tl.where(level == 0, first, tl.maximum(middle, o_c + 1))
+    if TRANSPOSED:
+        return (o_c[:, None] >= first[None, :]) & (o_c[:, None] < last[None, :])
+    else:
+        return (o_c[None, :] >= first[:, None]) & (o_c[None, :] < last[:, None])
 
 
 @triton.jit
 def level_pairs(level, C: tl.constexpr):
-    """[t, s]: s is in the first and t in the second half of the same block of 2^(level + 1)."""
-    o_t = tl.arange(0, C)[:, None]
-    o_s = tl.arange(0, C)[None, :]
-    return (((o_t ^ o_s) >> level) == 1) & (o_t > o_s)
+    """[t, s]: s is in the first and t in the second half of the same block of 2^level tokens."""
+    o_c = tl.arange(0, C)
+    half = (1 << level) >> 1
+    first = o_c & -(1 << level)
+    meets = ((o_c & half) != 0) | (level == 0)
+    last = tl.where(meets, first + tl.maximum(half, 1), first)
+    return (o_c[None, :] >= first[:, None]) & (o_c[None, :] < last[:, None])
 
 
 # One gate for a head

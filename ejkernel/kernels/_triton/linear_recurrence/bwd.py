@@ -53,11 +53,13 @@ def _queries_and_keys(
     args, dtype = made.args, made.args.query.dtype
     before, _ = states.states(made, cfg, last=False)
     tokens, gated = (made.batch, made.t, made.heads), bool(wanted & _GATES)
+    # each block of elements has a part in the gradients of gates that all elements share
+    parts = 1 if args.gk is None else cdiv(made.d, cfg.block_d)
     shapes = {
         "query": ("dq", (*tokens, made.d), dtype),
         "key": ("dk", (*tokens, made.d), dtype),
-        "g": ("dg", tokens, None if args.g is None else args.g.dtype),
-        "g_gamma": ("dgamma", (made.num_chunks, made.heads), jnp.float32),
+        "g": ("dg", (*tokens, parts), jnp.float32),
+        "g_gamma": ("dgamma", (made.num_chunks, made.heads, parts), jnp.float32),
     }
     kernel, more = bwd_chunk.linear_recurrence_bwd_heads_kernel, {}
     if args.gk is not None:
@@ -74,7 +76,7 @@ def _queries_and_keys(
         | {"dout": call.operand(dout, made.heads), "before": before, "after": after},
         outputs=outputs,
         zeroed=made.zeroed(*(name for name, x in outputs.items() if x is not None)),
-        grid=(made.num_chunks * made.heads,),
+        grid=(made.num_chunks * made.heads * parts,),
         **cfg.launch(),
         **more,
         BD=cfg.block_d,
@@ -110,11 +112,12 @@ def _values(made: call.Call, cfg: config.Config, dout: jax.Array, after: jax.Arr
 
 
 def _own_heads(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The sum over what one number of an argument serves: a group of heads, or all chunks."""
+    """Sums over what one number of an argument serves: a group of heads, chunks, elements."""
     if x.shape == like.shape:
         return x
-    if like.ndim == 1:
-        return x.sum(axis=0).astype(like.dtype)
-    batch, t, own = like.shape[:3]
-    parts = x.reshape(batch, t, own, -1, x.shape[-1])
-    return parts.sum(axis=3, dtype=jnp.float32).astype(like.dtype)
+    axes: tuple[int, ...] = (3,)
+    if like.ndim == 4:  # [b, t, h, x]
+        x = x.reshape(*like.shape[:3], -1, x.shape[-1])
+    elif like.ndim == 1:  # [chunks, h, blocks of elements]
+        axes = (0, 2)
+    return x.sum(axis=axes, dtype=jnp.float32).astype(like.dtype)

@@ -44,12 +44,12 @@ def _from_states(
 
 @triton.jit
 def _element_gradients(
-    b_ds, own, b_q, b_k, b_a, gates, from_states, PRECISION: tl.constexpr, TERMS: tl.constexpr,
+    b_ds, b_q, b_k, b_a, gates, from_states, PRECISION: tl.constexpr, TERMS: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a block of queries, keys and gates of their elements, [C, BD] each.
 
-    b_ds [t, s] are the gradients of scores, and `own` [t] those of a token with itself.
+    b_ds [t, s] are the gradients of scores.
     """
     C: tl.constexpr = b_q.shape[0]
     o_c = tl.arange(0, C)
@@ -62,10 +62,8 @@ def _element_gradients(
         # the transposes of `up_to` and `after`
         b_da += decays.sums(o_c[None, :] >= o_c[:, None], b_q * dq, TERMS)
         b_da += decays.sums(o_c[None, :] < o_c[:, None], b_k * dk, TERMS)
-    dq += own[:, None] * b_k
-    dk += own[:, None] * b_q
-    for level in range(0, decays.levels(C)):
-        steps = decays.level_weights(level, C, False)
+    for level in tl.range(0, decays.levels(C), disable_licm=True):
+        steps = decays.level_steps(level, C, False)
         factor = decays.decay(decays.sums(steps, b_a, gates.TERMS))  # [C, BD]
         ds = tl.where(decays.level_pairs(level, C), b_ds, 0.0).to(b_q.dtype)
         earlier = (b_k * factor).to(b_k.dtype)
@@ -77,7 +75,7 @@ def _element_gradients(
         if GATED:
             # a decay's gradient times the decay: each row has one of the two
             more = b_q * more_q + b_k * more_k
-            b_da += decays.sums(decays.level_weights(level, C, True), more, TERMS)
+            b_da += decays.sums(decays.level_steps(level, C, True), more, TERMS)
     return dq, dk, b_da
 
 
@@ -105,14 +103,14 @@ def _head_gradients(gates, around, of_queries, of_keys, kept, span, C: tl.conste
 
 
 @triton.jit
-def _store_head(dg, dgamma, total, span, i_c, i_h, o_c, HEADS: tl.constexpr):
+def _store_head(dg, dgamma, total, span, i_c, column, o_c, COLUMNS: tl.constexpr):
     """Stores gradients of gates that all elements share, [C]; a constant gate's are summed."""
     total = tl.where(o_c < span.count, total, 0.0)
     if dg is not None:
-        p = dg + (span.token + span.step * o_c) * HEADS + i_h
+        p = dg + (span.token + span.step * o_c) * COLUMNS + column
         tl.store(p, total.to(dg.dtype.element_ty), mask=o_c < span.count)
     if dgamma is not None:
-        tl.store(dgamma + i_c.to(tl.int64) * HEADS + i_h, tl.sum(total, 0))
+        tl.store(dgamma + i_c.to(tl.int64) * COLUMNS + column, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=states.UNSPECIALISED)
@@ -121,42 +119,43 @@ def linear_recurrence_bwd_elements_kernel(
     BD: tl.constexpr, BE: tl.constexpr, SCALE: tl.constexpr, TERMS: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys and gates of one chunk and head, with gates of elements.
+    """BD elements of queries, keys and gates of one chunk and head, with gates of elements.
 
     `before` holds the state before each chunk, `after` the gradient of the state after it.
-    TERMS: as in `decays.sums`, for gradients of gates.
+    TERMS: as in `decays.sums`, for gradients of gates. Gates that all elements share get a
+    gradient from each block of elements: dg [b, t, h, blocks], dgamma [chunks, h, blocks].
     """
-    i_c = tl.program_id(0) // sizes.HEADS
-    i_h = tl.program_id(0) % sizes.HEADS
+    BLOCKS_D: tl.constexpr = (sizes.D + BD - 1) // BD
+    i_d = tl.program_id(0) % BLOCKS_D
+    i_h = (tl.program_id(0) // BLOCKS_D) % sizes.HEADS
+    i_c = tl.program_id(0) // (BLOCKS_D * sizes.HEADS)
     span = blocks.chunk_of(chunks, i_c)
     if span.count <= 0:
         return
     C: tl.constexpr = chunks.SIZE
     o_c = tl.arange(0, C)
+    o_d = i_d * BD + tl.arange(0, BD)
+    b_dq, b_dk, kept = _from_states(
+        value, dout, before, after, span, i_c, i_h, o_d, sizes, C, BE
+    )  # fmt: skip
     b_ds = _score_gradients(value, dout, span, i_h, sizes, C, BE) * SCALE
-    own = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_ds, 0.0), 1)
     b_ds = b_ds.to(dout.base.dtype.element_ty)  # half the registers over all levels
-    shared = tl.zeros([C], tl.float32)  # gradients of gates that all elements share
-    for i_d in range(0, (sizes.D + BD - 1) // BD):
-        o_d = i_d * BD + tl.arange(0, BD)
-        b_dq, b_dk, kept = _from_states(
-            value, dout, before, after, span, i_c, i_h, o_d, sizes, C, BE
-        )  # fmt: skip
-        b_q = blocks.load(query, span, i_h, o_c, o_d)  # [C, BD]
-        b_k = blocks.load(key, span, i_h, o_c, o_d)
-        b_a = decays.element_gates(gates, span, i_h, o_c, o_d)
-        b_dq, b_dk, b_da = _element_gradients(
-            b_ds, own, b_q, b_k, b_a, gates, (b_dq * SCALE, b_dk, kept), sizes.PRECISION,
-            TERMS, GATED,
-        )  # fmt: skip
-        if dq is not None:
-            blocks.store(dq, b_dq, span, i_h, o_c, o_d, sizes.HEADS, sizes.D)
-        if dk is not None:
-            blocks.store(dk, b_dk, span, i_h, o_c, o_d, sizes.HEADS, sizes.D)
-        if dgk is not None:
-            blocks.store(dgk, b_da, span, i_h, o_c, o_d, sizes.HEADS, sizes.D)
-        shared += tl.sum(b_da, 1)
-    _store_head(dg, dgamma, shared, span, i_c, i_h, o_c, sizes.HEADS)
+    b_q = blocks.load(query, span, i_h, o_c, o_d)  # [C, BD]
+    b_k = blocks.load(key, span, i_h, o_c, o_d)
+    b_a = decays.element_gates(gates, span, i_h, o_c, o_d)
+    b_dq, b_dk, b_da = _element_gradients(
+        b_ds, b_q, b_k, b_a, gates, (b_dq * SCALE, b_dk, kept), sizes.PRECISION, TERMS, GATED
+    )
+    if dq is not None:
+        blocks.store(dq, b_dq, span, i_h, o_c, o_d, sizes.HEADS, sizes.D)
+    if dk is not None:
+        blocks.store(dk, b_dk, span, i_h, o_c, o_d, sizes.HEADS, sizes.D)
+    if dgk is not None:
+        blocks.store(dgk, b_da, span, i_h, o_c, o_d, sizes.HEADS, sizes.D)
+    if (dg is not None) or (dgamma is not None):
+        total = tl.sum(b_da, 1)
+        COLUMNS: tl.constexpr = sizes.HEADS * BLOCKS_D
+        _store_head(dg, dgamma, total, span, i_c, i_h * BLOCKS_D + i_d, o_c, COLUMNS)
 
 
 @triton.jit(do_not_specialize=states.UNSPECIALISED)

@@ -10,7 +10,7 @@ from ejkernel._device import Target
 from ejkernel.callib import next_power_of_2
 from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.kernels._triton import _launch
-from ejkernel.ops.core.kernel import FORWARD
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 # so many tokens are taken one by one: the state is then read and written once
 FEW_TOKENS = 16
@@ -47,12 +47,12 @@ class Config(_launch.LaunchConfig):
         return _launch.LaunchConfig(num_warps=self.state_warps, num_stages=self.state_stages)
 
     def launch_scores(self) -> dict[str, Any]:
-        """Options of the launch that computes scores."""
-        return _launch.LaunchConfig(num_warps=4, num_stages=1).launch()
+        """Options of the launch that computes scores, which has nothing to fetch ahead."""
+        return _launch.LaunchConfig(num_warps=self.num_warps, num_stages=1).launch()
 
     def launch_values(self) -> dict[str, Any]:
         """Options of the launch that computes gradients of values."""
-        return _launch.LaunchConfig(num_warps=4, num_stages=2).launch()
+        return _launch.LaunchConfig(num_warps=self.num_warps, num_stages=2).launch()
 
     def launch_states(self) -> dict[str, Any]:
         """Options of the launch that carries states."""
@@ -68,7 +68,7 @@ def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
     size = jnp.dtype(args.query.dtype).itemsize
     wide = 2 if args.query.dtype == jnp.bfloat16 else 4  # states
     e = _width(args.value.shape[-1])
-    c, d = cfg.block_t, cfg.block_d
+    c, d = cfg.block_t, max(cfg.block_d, cfg.score_d, cfg.value_d)
     of_states = cfg.state_stages * c * (2 * cfg.state_d + cfg.state_e) * size
     if cfg.recurrent:
         return 0
@@ -80,46 +80,50 @@ def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
 
 
 _NAMES = (
-    *("block_t", "block_d", "num_warps", "num_stages"),
+    *("block_t", "block_d", "score_d", "value_d", "num_warps", "num_stages"),
     *("state_d", "state_e", "state_warps", "state_stages"),
 )
-# Best first; none is measured. Gates of elements need a product for each level of blocks in a
-# chunk, one gate for a head needs none: its chunks may be longer, with fewer states to store.
+# Best first; none is measured, registers and shared memory were read from what compiles for sm_90.
+# Four warps to 64 tokens: with more, every warp group computes the same rows of a product. 32
+# elements at once leave room for three programs on a multiprocessor, or two in backward. Gates of
+# elements need a product for each level of blocks in a chunk, one gate for a head needs none: its
+# chunks may be longer, with fewer states to store.
 _GUESSES = {
     (FORWARD, True): (
-        (64, 64, 8, 1, 64, 64, 4, 3),
-        (64, 64, 4, 1, 64, 64, 4, 2),
-        (64, 32, 4, 1, 64, 32, 4, 3),
-        (32, 64, 4, 1, 64, 64, 4, 3),
-        (32, 32, 4, 1, 32, 32, 4, 2),
+        (64, 32, 32, 32, 4, 2, 64, 64, 4, 3),
+        (64, 64, 32, 32, 4, 2, 64, 64, 4, 2),
+        (64, 64, 64, 64, 4, 2, 64, 32, 4, 3),
+        (32, 64, 64, 64, 4, 2, 64, 64, 4, 3),
+        (32, 32, 32, 32, 4, 1, 32, 32, 4, 2),
     ),
     (FORWARD, False): (
-        (64, 64, 4, 2, 64, 64, 4, 3),
-        (128, 64, 8, 2, 64, 64, 4, 3),
-        (64, 64, 4, 1, 64, 32, 4, 3),
-        (128, 64, 8, 1, 64, 128, 8, 2),
-        (32, 32, 4, 1, 32, 32, 4, 2),
+        (64, 64, 64, 64, 4, 2, 64, 64, 4, 3),
+        (128, 64, 64, 64, 8, 2, 64, 64, 4, 3),
+        (64, 32, 32, 32, 4, 2, 64, 32, 4, 3),
+        (128, 64, 64, 64, 8, 2, 64, 128, 8, 2),
+        (32, 32, 32, 32, 4, 1, 32, 32, 4, 2),
     ),
-    ("backward", True): (
-        (64, 64, 8, 1, 64, 64, 4, 3),
-        (64, 32, 8, 1, 64, 64, 4, 3),
-        (32, 64, 4, 1, 64, 64, 4, 3),
-        (32, 32, 4, 1, 64, 32, 4, 2),
-        (16, 16, 4, 1, 32, 32, 4, 1),
+    (BACKWARD, True): (
+        (64, 32, 32, 32, 4, 2, 64, 64, 4, 3),
+        (64, 16, 32, 32, 4, 2, 64, 64, 4, 3),
+        (64, 32, 64, 64, 4, 1, 64, 32, 4, 3),
+        (32, 64, 64, 64, 4, 2, 64, 64, 4, 3),
+        (32, 32, 32, 32, 4, 1, 64, 32, 4, 2),
+        (16, 16, 16, 16, 4, 1, 32, 32, 4, 1),
     ),
-    ("backward", False): (
-        (64, 64, 8, 1, 64, 64, 4, 3),
-        (64, 32, 4, 1, 64, 64, 4, 3),
-        (128, 64, 8, 1, 64, 64, 4, 3),
-        (32, 32, 4, 1, 64, 32, 4, 2),
-        (16, 16, 4, 1, 32, 32, 4, 1),
+    (BACKWARD, False): (
+        (64, 32, 32, 64, 4, 2, 64, 64, 4, 3),
+        (64, 64, 64, 64, 4, 2, 64, 64, 4, 3),
+        (128, 32, 32, 64, 8, 2, 64, 64, 4, 3),
+        (32, 32, 32, 32, 4, 1, 64, 32, 4, 2),
+        (16, 16, 16, 16, 4, 1, 32, 32, 4, 1),
     ),
 }
 # float32 products run on the ordinary units, from registers
 _WIDE_GUESSES = (
-    (32, 32, 4, 1, 32, 32, 4, 1),
-    (16, 32, 4, 1, 32, 32, 4, 1),
-    (16, 16, 4, 1, 16, 16, 4, 1),
+    (32, 32, 32, 32, 4, 1, 32, 32, 4, 1),
+    (16, 32, 32, 32, 4, 1, 32, 32, 4, 1),
+    (16, 16, 16, 16, 4, 1, 16, 16, 4, 1),
 )
 _STEPS = (32, 16, 64)  # columns of a state to a program that takes tokens one by one
 _PROGRAMS = 128  # of states, about one for each multiprocessor of a large GPU
@@ -155,6 +159,9 @@ def _short(args: Any, cfg: Config) -> Config:
         cfg,
         block_t=min(cfg.block_t, _width(t)),
         block_d=min(cfg.block_d, d),
+        block_e=min(cfg.block_e, e),
+        score_d=min(cfg.score_d, d),
+        value_d=min(cfg.value_d, d),
         state_d=state_d,
         state_e=state_e,
     )

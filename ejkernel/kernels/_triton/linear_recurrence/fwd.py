@@ -45,10 +45,8 @@ def linear_recurrence_scores_kernel(
         b_q = blocks.load(query, span, i_h, o_c, o_d)  # [C, BD]
         b_k = blocks.load(key, span, i_h, o_c, o_d)
         b_a = decays.element_gates(gates, span, i_h, o_c, o_d)
-        own = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-        b_s += tl.where(o_c[:, None] == o_c[None, :], own[:, None], 0.0)
-        for level in range(0, decays.levels(C)):
-            steps = decays.level_weights(level, C, False)
+        for level in tl.range(0, decays.levels(C), disable_licm=True):
+            steps = decays.level_steps(level, C, False)
             factor = decays.decay(decays.sums(steps, b_a, gates.TERMS))  # [C, BD]
             later = (b_q * factor).to(b_q.dtype)
             earlier = (b_k * factor).to(b_k.dtype)
