@@ -21,9 +21,9 @@ class Config(_launch.LaunchConfig):
     """Tokens in a chunk, and elements of queries and keys that a program passes at once.
 
     Outputs and values have `block_e` columns to a program. Launches for scores (`score_d`) and for
-    gradients of values (`value_d`) pass other numbers of elements at once, with four warps; the
-    one for states blocks `state_d` x `state_e` to a program, and warps and stages of its
-    own. `recurrent`: one token at a time, with `state_e` columns to a program.
+    gradients of values (`value_d`) pass other numbers of elements at once. The launch that carries
+    states has blocks of `state_d` x `state_e` to a program, and warps and stages of its own.
+    `recurrent`: one token at a time, with `state_e` columns of the state to a program.
     """
 
     block_t: int = 64
@@ -151,10 +151,12 @@ def _short(args: Any, cfg: Config) -> Config:
     rows = args.query.shape[0] if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     state_d, state_e = min(cfg.state_d, d), min(cfg.state_e, e)
     programs = rows * num_heads(args)
-    while not cfg.recurrent and programs * (d // state_d) * (e // state_e) < _PROGRAMS:
-        if max(state_d, state_e) <= 32:
-            break
-        state_d, state_e = (state_d, state_e // 2) if state_e >= state_d else (state_d // 2, state_e)
+    few = lambda: programs * (d // state_d) * (e // state_e) < _PROGRAMS
+    while not cfg.recurrent and few() and max(state_d, state_e) > 32:
+        if state_e >= state_d:
+            state_e //= 2
+        else:
+            state_d //= 2
     return dataclasses.replace(
         cfg,
         block_t=min(cfg.block_t, _width(t)),

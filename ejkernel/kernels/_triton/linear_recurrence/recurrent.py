@@ -71,9 +71,7 @@ def run(args: Any, cfg: Any) -> tuple[jax.Array, jax.Array | None]:
         linear_recurrence_step_kernel,
         inputs=made.inputs("query", "key", "value") | {"initial": initial},
         outputs={
-            "out": jax.ShapeDtypeStruct(
-                (made.batch, made.t, made.heads, made.e), args.query.dtype
-            ),
+            "out": jax.ShapeDtypeStruct((made.batch, made.t, made.heads, made.e), args.query.dtype),
             "last": jax.ShapeDtypeStruct(shape, jnp.float32) if args.return_state else None,
         },
         aliases={"last": "initial"} if in_place else None,
