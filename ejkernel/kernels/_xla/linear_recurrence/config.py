@@ -77,7 +77,7 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
 
 def memory(args: Any, direction: str, cfg: Config) -> int:
     """Bytes of the states between chunks and of the pairs of the chunks at once."""
-    batch, t, _, d = args.query.shape
+    batch, _, _, d = args.query.shape
     heads, e = num_heads(args), args.value.shape[-1]
     size = chunk_size(args, cfg)
     if cfg.recurrent:
