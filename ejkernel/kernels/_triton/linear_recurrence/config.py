@@ -64,19 +64,25 @@ def _width(size: int) -> int:
 
 
 def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
-    """An estimate of the shared memory of a program: factors of its products."""
-    size = jnp.dtype(args.query.dtype).itemsize
-    wide = 2 if args.query.dtype == jnp.bfloat16 else 4  # states
-    e = _width(args.value.shape[-1])
-    c, d = cfg.block_t, max(cfg.block_d, cfg.score_d, cfg.value_d)
-    of_states = cfg.state_stages * c * (2 * cfg.state_d + cfg.state_e) * size
+    """An estimate of the shared memory of a program: factors of products, and what is fetched."""
     if cfg.recurrent:
         return 0
-    # queries and keys and their decayed forms, pairs, values, states
-    inside = 4 * c * d * size + c * c * size + c * e * size + d * e * wide
-    if direction != FORWARD:
-        inside += c * c * size + c * e * size + d * e * wide + 2 * c * e * (wide - size)
-    return max(of_states, inside)
+    size = jnp.dtype(args.query.dtype).itemsize
+    wide = 2 if args.query.dtype == jnp.bfloat16 else 4  # states, and what is multiplied by them
+    gate = 0 if args.gk is None else args.gk.dtype.itemsize
+    c, e = cfg.block_t, min(cfg.block_e, _width(args.value.shape[-1]))
+    most = [
+        cfg.state_stages * c * (cfg.state_d * (size + gate) + cfg.state_e * size),
+        c * (3 * cfg.score_d + c) * size,
+    ]
+    for d, stages in ((cfg.block_d, cfg.num_stages), (cfg.value_d, 2)):
+        fetched = 2 * c * d * size + d * e * wide
+        most.append(stages * fetched + c * (e + c) * size)
+    if direction != FORWARD:  # gradients of queries and keys pass as many columns as elements
+        d = cfg.block_d
+        fetched = 2 * d * (c + d) * wide
+        most.append(cfg.num_stages * fetched + c * (3 * d + 2 * c) * size)
+    return max(most)
 
 
 _NAMES = (
