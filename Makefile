@@ -74,7 +74,9 @@ bench-tpu: $(VENV)/.test
 
 # Needs a GPU, in the Python that is named; measures beside the peers that it has.
 bench-gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads benchmarks/gpu_attention.py --tune 60 --bars --out benchmarks/results/gpu_attention.json $(BENCH)
+	@for name in gpu_attention gpu_linear; do echo "$$name"; \
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads benchmarks/$$name.py --tune 60 --bars --out benchmarks/results/$$name.json $(BENCH) || failed="$$failed $$name"; done; \
+	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
 
 # SVG bars for README and docs, from the results that are kept.
 charts: $(VENV)/.core

@@ -194,24 +194,30 @@ def pure(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable
     return lambda: both(call.traced, call.cotangent)
 
 
+def carried(call: Call) -> dict[str, str]:
+    """Arguments that a program may overwrite, each with the output that follows it."""
+    written = {name: name for name in kernel_registry.spec(call.op).written}
+    return written | dict(call.workload.carried)
+
+
 def in_place(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable[[], Any]:
-    """As `pure`; an op that writes into its arguments gets those of the call before, donated."""
-    spec = kernel_registry.spec(call.op)
-    if not spec.written:
+    """As `pure`; arguments that may be overwritten are those of the call before, donated."""
+    names = kernel_registry.spec(call.op).outputs(call.args)
+    follows = carried(call)
+    if not follows:
         return pure(call, fn, mode)
-    names = spec.outputs(call.args)
-    rest = {n: x for n, x in call.traced.items() if n not in spec.written}
+    rest = {n: x for n, x in call.traced.items() if n not in follows}
 
     def step(written: dict[str, Any], rest: dict[str, Any]) -> Any:
         made = fn({**call.static, **rest, **written})
         return dict(zip(names, made if isinstance(made, tuple) else (made,), strict=True))
 
     program = jax.jit(step, donate_argnums=0)
-    held = {name: jnp.array(call.traced[name]) for name in spec.written}  # a copy of its own
+    held = {name: jnp.array(call.traced[name]) for name in follows}  # a copy of its own
 
     def run() -> Any:
         made = program(dict(held), rest)
-        held.update({name: made[name] for name in spec.written})
+        held.update({name: made[out] for name, out in follows.items()})
         return made
 
     return run

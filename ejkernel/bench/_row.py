@@ -160,7 +160,8 @@ class RowInTheMaking:
             record = next(p for p in self.programs if p.name == name)
             record.median = _eager(self.call, fn, run)
             return None
-        if kernel_registry.spec(self.call.op).written:
+        written = kernel_registry.spec(self.call.op).written
+        if written or (peer is None and self.call.workload.carried):
             run = _programs.in_place(self.call, fn, self.mode)
         self.runs[name] = run
         return None

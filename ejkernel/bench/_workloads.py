@@ -71,6 +71,8 @@ class Workload:
     # how ours is called, when not by the public function: takes a platform and the arguments
     ours: Callable[[str, dict[str, Any]], Any] | None = None
     devices: int = 1  # that the workload needs
+    # arguments that our programs donate, each with the output that is the next call's argument
+    carried: tuple[tuple[str, str], ...] = ()
 
 
 def find(

@@ -1,9 +1,11 @@
 """The harness: numbers before times, peers that fail, bars, and the command."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
+import runpy
 import subprocess
 import sys
 import types
@@ -133,6 +135,26 @@ def test_an_op_that_writes_into_its_arguments_is_measured_in_place():
     assert row.program("xla/any").median > 0
 
 
+def test_a_step_of_decoding_takes_the_state_of_the_step_before():
+    module = runpy.run_path(str(ROOT / "benchmarks" / "gpu_linear.py"))
+    made = module["decode"]((2, 8), batch=3)
+    call = _programs.Call.of(made)
+    step = kernel_registry.get("gla", platform="xla")
+    run = _programs.in_place(call, lambda values: step(**values), "fwd")
+    run()
+    second = run()
+    first = step(**call.values)
+    expected = step(**call.values | {"initial_state": first[1]})
+    for name, value in zip(("out", "state"), expected, strict=True):
+        assert jnp.allclose(second[name], value, rtol=1e-2, atol=1e-2)
+    (row,) = measure(made).rows
+    assert row.program("xla/any").median > 0
+    assert row.program("copy of the states").median > 0
+    names = [w.name for w in module["WORKLOADS"]]
+    assert len(names) == 14
+    assert "B4 T4096 H16 d128" in names
+
+
 def test_memory_and_eager_calls_are_quantities_of_their_own():
     small = functools.partial(_work_attention.qkv, b=1, t=64, h=1, g=1, d=16, options={})
     more = {"modes": ("fwd+bwd",), "known_peers": False}
@@ -242,6 +264,35 @@ def test_gradients_of_torch_come_in_the_order_of_ours(monkeypatch):
     assert seen[0]["causal"] is True
     # as JAX orders ours
     assert jax.tree.leaves({"query": 2, "value": 3, "key": 1}) == [1, 2, 3]
+
+
+def test_many_kernels_of_torch_are_recorded_once_and_replayed(monkeypatch):
+    events = []
+    quiet = contextlib.contextmanager(lambda *given: iter([None]))
+
+    class Graph:
+        def replay(self):
+            events.append("replay")
+
+    class Stream:
+        def wait_stream(self, other):
+            events.append("wait")
+
+    torch = types.ModuleType("torch")
+    torch.cuda = types.SimpleNamespace(
+        Stream=Stream, current_stream=Stream, stream=quiet, CUDAGraph=Graph, graph=quiet
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    made = _peers_torch.Tensors()
+
+    def run():
+        events.append("run")
+        return made
+
+    replay = _peers_torch.graphed(run)
+    assert events == ["wait", "run", "run", "run", "wait", "run"]
+    assert replay() is made
+    assert events[6:] == ["replay"]
 
 
 PUBLIC = """

@@ -394,3 +394,17 @@ def test_batch_and_heads_split_over_devices():
 def test_errors_name_the_argument(change, message):
     with pytest.raises(ValueError, match=message):
         linear_recurrence(**(arrays(9, batch=2) | change))
+
+
+def test_a_gpu_gets_as_many_chunks_at_once_as_memory_has_room_for():
+    """A long call takes few of them: 64 at once were 4 GiB backward."""
+    target = _device.Target("gpu", "NVIDIA H200", "9.0")
+    spec = kernel_registry.spec("linear_recurrence")
+    for batch, t, least in ((4, 4096, 2), (1, 16384, 8), (1, 2048, 8)):
+        shape = jax.ShapeDtypeStruct((batch, t, 16, 128), jnp.bfloat16)
+        names = ("query", "key", "value", "gk")
+        args = spec.args(**dict.fromkeys(names, shape), softmax_scale=1.0)
+        cfg = config.heuristic(args, "backward", target)
+        states = 4 * batch * 16 * (t // 64) * 128 * 128
+        assert cfg.block_n == least
+        assert config.memory(args, "backward", cfg) - states <= 512 << 20

@@ -37,7 +37,7 @@ def backward(
     found, dstart = {}, dlast
     if not fwd.nothing_to_do(plan, start):
         x = fwd.operands(args, plan.chunks)
-        dout = plan.chunks.cut(cotangents[0].astype(start.dtype))
+        dout = plan.chunks.cut(cotangents[0])
         names = frozenset(n for n, sources in _SOURCES.items() if sources & wanted)
         found, dstart = _gradients(plan, start, x, dout, dlast, names)
     grads = _public(args, plan.chunks, found, wanted)
@@ -58,7 +58,7 @@ def _gradients(
 
     def group(carry: Any, xs: Any) -> Any:
         x, dout, h, where = xs
-        made = chunk.prepare(x)
+        made, dout = chunk.prepare(plan.widened(x)), dout.astype(plan.dtype)
         _, states = fwd.advance(plan, start, (h, None), made, where)
         carry, dstates = _retreat(plan, dlast, carry, (made, dout), where)
         return carry, pick(chunk.gradients(states, dstates, made, dout, plan.exact))
@@ -66,6 +66,7 @@ def _gradients(
     def step_by_step(carry: Any, xs: Any) -> Any:
         *chunk_xs, h, at = xs
         x, dout, at = jax.tree.map(lambda y: y[0], (*chunk_xs, at))
+        x, dout = plan.widened(x), dout.astype(plan.dtype)
         h = fwd.enter(start, h, at.sequence, at.first)
         dh = fwd.enter(dlast, carry[0], at.sequence, at.last)
         before, made = recurrent.gradients(h, dh, x, dout, plan.exact, bool(names & {"a", "b"}))
@@ -74,7 +75,10 @@ def _gradients(
 
     def pick(made: dict[str, jax.Array]) -> dict[str, jax.Array]:
         heads = {"q": x.q.shape[2], "k": x.k.shape[2], "v": x.v.shape[2]}
-        return {n: _own_heads(y, heads.get(n)) for n, y in made.items() if n in names}
+        # those of keys and values are results as they are, and may be narrow at once
+        narrow = {"k": x.k.dtype, "v": x.v.dtype}
+        own = {n: _own_heads(y, heads.get(n)) for n, y in made.items() if n in names}
+        return {n: y.astype(narrow.get(n, y.dtype)) for n, y in own.items()}
 
     xs, where = plan.grouped((x, dout)), plan.grouped(plan.where())
     states = _states(plan, start, xs[0], where)
@@ -88,10 +92,10 @@ def _states(plan: fwd.Plan, start: jax.Array, x: chunk.Operands, where: fwd.Wher
     """The state before each group of chunks, as the group before it left it."""
 
     def group(carry: Any, xs: Any) -> Any:
-        x, where = xs
+        x, where = plan.widened(xs[0]), xs[1]
         if plan.recurrent:
             run = functools.partial(fwd.step_by_step, plan, start)
-            return chunks.scan(run, carry, xs)[0], carry[0]
+            return chunks.scan(run, carry, (x, where))[0], carry[0]
         return fwd.advance(plan, start, carry, chunk.prepare(x), where)[0], carry[0]
 
     h, _ = fwd.first_carry(plan, start)

@@ -31,6 +31,8 @@ class Plan(NamedTuple):
     chunks: chunks.Chunks
     recurrent: bool
     exact: Any
+    scale: Any
+    dtype: Any  # to compute in
 
     def where(self) -> Where:
         cut = self.chunks
@@ -44,6 +46,11 @@ class Plan(NamedTuple):
         """[m, …] as [groups, chunks at once, …]."""
         at_once = self.chunks.at_once
         return jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), xs)
+
+    def widened(self, x: chunk.Operands) -> chunk.Operands:
+        """Operands to compute with; all chunks together stay as narrow as the call's arrays."""
+        wide = jax.tree.map(lambda y: y.astype(self.dtype), x)
+        return wide._replace(q=wide.q * self.scale)
 
     def ungrouped(self, xs: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), xs)
@@ -63,16 +70,18 @@ def outputs(args: Any, cfg: config.Config, wrap: Callable) -> tuple[jax.Array, .
         return (out, start) if args.return_state else (out,)
 
     def group(carry: Any, xs: Any) -> Any:
-        if plan.recurrent:
-            return chunks.scan(functools.partial(step_by_step, plan, start), carry, xs)
         x, where = xs
-        made = chunk.prepare(x)
+        if plan.recurrent:
+            run = functools.partial(step_by_step, plan, start)
+            carry, out = chunks.scan(run, carry, (plan.widened(x), where))
+            return carry, out.astype(x.q.dtype)
+        made = chunk.prepare(plan.widened(x))
         carry, states = advance(plan, start, carry, made, where)
-        return carry, chunk.emit(states, made, plan.exact)
+        return carry, chunk.emit(states, made, plan.exact).astype(x.q.dtype)
 
     xs = plan.grouped((operands(args, plan.chunks), plan.where()))
     carry, out = chunks.scan(wrap(group), first_carry(plan, start), xs)
-    out = plan.chunks.join(plan.ungrouped(out)).astype(args.query.dtype)
+    out = plan.chunks.join(plan.ungrouped(out))
     return (out, last_states(plan, carry)) if args.return_state else (out,)
 
 
@@ -85,25 +94,25 @@ def make_plan(args: Any, cfg: config.Config) -> Plan:
     at_once = 1 if cfg.recurrent else cfg.block_n
     size = config.chunk_size(args, cfg)
     cut = chunks.Chunks(args.query.shape[1], size, at_once, args.cu_seqlens, args.reverse)
-    return Plan(cut, cfg.recurrent, xla_precision(wide(args.query.dtype)))
+    dtype = wide(args.query.dtype)
+    return Plan(cut, cfg.recurrent, xla_precision(dtype), args.softmax_scale, dtype)
 
 
 def operands(args: Any, cut: chunks.Chunks) -> chunk.Operands:
     """The arrays of all chunks; gates of a head become part of those of its rows, if any."""
     dtype = wide(args.query.dtype)
-    q, k, v = (x.astype(dtype) for x in (args.query, args.key, args.value))
     rows = None
     if args.g is not None:
         rows = args.g.astype(dtype)[..., None]
     if args.g_gamma is not None:
         gamma = jnp.broadcast_to(
-            args.g_gamma.astype(dtype)[None, None, :, None], (*q.shape[:2], num_heads(args), 1)
+            args.g_gamma.astype(dtype)[None, None, :, None],
+            (*args.query.shape[:2], num_heads(args), 1),
         )
         rows = gamma if rows is None else rows + gamma
     if args.gk is not None:
-        rows = args.gk.astype(dtype) + (0 if rows is None else rows)
-    columns = None if args.gv is None else args.gv.astype(dtype)
-    made = chunk.Operands(q * args.softmax_scale, k, v, rows, columns)
+        rows = args.gk if rows is None else args.gk.astype(dtype) + rows
+    made = chunk.Operands(args.query, args.key, args.value, rows, args.gv)
     return jax.tree.map(cut.cut, made)
 
 
