@@ -86,9 +86,10 @@ class Call:
     # Block specs
 
     def token_spec(self, heads: int, rows: int, width: int) -> pl.BlockSpec:
-        shared = self.heads // heads
+        shared = np.int32(self.heads // heads)
         shape = (None, None, None, rows, width)
-        return pl.BlockSpec(shape, lambda b, h, i, table: (self._step(i), b, h // shared, 0, 0))
+        index = lambda b, h, i, table: (self._step(i), b, jax.lax.div(h, shared), 0, 0)
+        return pl.BlockSpec(shape, index)
 
     def state_spec(self) -> pl.BlockSpec:
         """Of a row's or a sequence's state, [n, h, e, d]."""
