@@ -108,7 +108,7 @@ def test_nan_stays_in_its_sequence():
 def test_the_scan_of_other_devices_agrees_with_the_scatter(chunk_size):
     x = normal(1, (1, 11, 3))
     values = SPEC.complete({"inputs": x, "cu_seqlens": jnp.asarray(CUTS), "chunk_size": chunk_size})
-    made = rows.make(SPEC.canonicalize(values))
+    made = pooled_rows.make(SPEC.canonicalize(values))
     tokens = jnp.where(made.inside[:, None], x[0], 0)
     assert_close(jax.jit(fwd._scan)(tokens, made), fwd._scatter(tokens, made))
 

@@ -140,8 +140,13 @@ class Call:
             gate = gate if args.g is None else gate + args.g.astype(jnp.float32)
             if args.g_gamma is not None:
                 gate = gate + args.g_gamma.astype(jnp.float32)[None, None]
-            rows = self.cut.cut(gate[..., None]).swapaxes(3, 4)  # [steps, b, h, 1, tokens]
-            self.operands.add("token", rows, self.token_spec(self.heads, 1, self.cfg.block_t))
+            gate = self.cut.cut(gate[..., None])[..., 0]  # [steps, b, h, tokens]
+            if config.by_element(args):
+                rows = gate[..., None, :]
+            else:
+                rows = jnp.moveaxis(scalar.token_rows(gate, self.cfg.chunk), 0, 3)
+            spec = self.token_spec(self.heads, rows.shape[3], self.cfg.block_t)
+            self.operands.add("token", rows, spec)
 
     # Chunks
 

@@ -23,7 +23,7 @@ class Operands(NamedTuple):
     v: jax.Array  # [c, e]
     rows: jax.Array | None  # [c, d], gates of the state's rows
     columns: jax.Array | None  # [c, e], gates of its columns
-    token: jax.Array | None  # [1, c], one gate for all rows
+    token: jax.Array | None  # [8, c], one gate for all rows, and sums of it: `scalar.token_rows`
     gamma: Any  # a number, the gate of the first `count` tokens
     count: Any  # tokens that are real; zeros follow
 

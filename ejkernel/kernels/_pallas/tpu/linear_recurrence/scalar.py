@@ -2,8 +2,10 @@
 
 All pairs are one product, times the decay between the two tokens: exp of the sum of the gates
 between them, itself a product with a matrix of zeros and ones, and no difference of longer sums.
+Sums from a chunk's start and to its end are made outside, by XLA: they are small.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from ejkernel.kernels._pallas.tpu._blocks import tiles
 from ejkernel.kernels._pallas.tpu.linear_recurrence import chunk
 from ejkernel.kernels._pallas.tpu.linear_recurrence.halves import Side
 
-_LEAST = -128.0  # exp of it is 0 in float32; a sum may not have -inf times zero
+LEAST = -128.0  # exp of it is 0 in float32; a sum may not have -inf times zero
 _TOP = -(1 << 16)  # the bits of a float32 that a bfloat16 has
 
 
@@ -25,33 +27,41 @@ class Chunk(chunk.AbstractChunk):
         self.c, d = x.k.shape
         self._rows, self._lanes = chunk.places(self.c)
         self._seen = self._lanes <= self._rows
-        self._decay = None
         if x.token is None and x.gamma is None:
             return
-        start, end, between = self._constant() if x.token is None else self._sums()
+        start, end, self._between = self._constant() if x.token is None else self._sums()
         start, end = jnp.exp(start), jnp.exp(end)  # [c, LANES]
         self.rows = Side(*(tiles.wide(y, d) for y in (start, end, start[-1:])))
-        self._decay = jnp.exp(between)  # [c, c]
 
-    def _constant(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    @functools.cached_property
+    def _decay(self) -> jax.Array | None:
+        """Of each pair, [c, c]; states need none of it."""
+        return None if self.rows is None else jnp.exp(self._between())
+
+    def _constant(self) -> tuple[jax.Array, jax.Array, Any]:
         """Logs of decays of a gate that all real tokens have."""
         step = jax.lax.broadcasted_iota(jnp.int32, (self.c, tiles.LANES), 0)
         start = jnp.minimum(step + 1, self.x.count)
         end = jnp.maximum(self.x.count - 1 - step, 0)
-        between = jnp.maximum(self._rows - self._lanes, 0)
-        gamma = jnp.maximum(self.x.gamma, _LEAST)
-        start, end, between = (y.astype(jnp.float32) * gamma for y in (start, end, between))
-        return start, end, between
+        gamma = jnp.maximum(self.x.gamma, LEAST)
+        start, end = (y.astype(jnp.float32) * gamma for y in (start, end))
+        apart = lambda: jnp.maximum(self._rows - self._lanes, 0).astype(jnp.float32) * gamma
+        return start, end, apart
 
-    def _sums(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _sums(self) -> tuple[jax.Array, jax.Array, Any]:
         """Logs of decays from the tokens' own gates."""
-        gate = tiles.to_column(jnp.maximum(self.x.token, _LEAST))  # [c, LANES]
-        later = ~self._seen
-        start = _sums_of_rows(self._seen, gate)
-        end = _sums_of_rows(later, gate)
-        # the gate of row r counts for pairs whose key, a lane, comes before it
-        before = jnp.where(self._lanes < self._rows, tiles.wide(gate, self.c), 0.0)
-        return start, end, _sums_of_rows(self._seen, before)
+        columns = self.x.token.T  # [c, 8]
+        gate, start, end = (
+            jnp.broadcast_to(columns[:, i : i + 1], (self.c, tiles.LANES)) for i in range(3)
+        )
+
+        def between() -> jax.Array:
+            # the gate of row r counts for pairs whose key, a lane, comes before it
+            before = jnp.where(self._lanes < self._rows, tiles.wide(gate, self.c), 0.0)
+            ones = self._seen.astype(jnp.float32).astype(jnp.bfloat16)
+            return sum(tiles.product(ones, part) for part in self._parts(before))
+
+        return start, end, between
 
     def pairs(self) -> jax.Array:
         return self.dot(self._scores(), self.x.v)
@@ -72,7 +82,8 @@ class Chunk(chunk.AbstractChunk):
         """One number for each token, [1, c]."""
         start, end = (y.sum(axis=1, keepdims=True) for y in (top.start, top.end))  # [c, 1]
         # a gate r is in the decays of pairs around it: sums over s < r, then over t >= r
-        around = _sums_of_lanes(inner, self._rows < self._lanes)  # [t, r]
+        earlier = (self._rows < self._lanes).astype(jnp.float32).astype(jnp.bfloat16)
+        around = sum(tiles.product(part, earlier) for part in self._parts(inner))  # [t, r]
         later = self._rows >= self._lanes
         each = jnp.where(later, around + start, end)
         made = each.sum(axis=0, keepdims=True) + top.total.sum(axis=1, keepdims=True)
@@ -86,24 +97,30 @@ class Chunk(chunk.AbstractChunk):
     def _masked(self, pairs: jax.Array) -> jax.Array:
         return jnp.where(self._seen, pairs if self._decay is None else pairs * self._decay, 0.0)
 
+    def _parts(self, x: jax.Array) -> list[jax.Array]:
+        """Narrow numbers that sum to a float32: products with ones are exact in them.
 
-def _sums_of_rows(chosen: jax.Array, x: jax.Array) -> jax.Array:
-    """Sums of the chosen rows: [c, c] bool times [c, w], with all digits of float32."""
-    ones = chosen.astype(jnp.float32).astype(jnp.bfloat16)
-    return sum(tiles.product(ones, part) for part in _parts(x))
+        Three have all of its digits; two have 16, twice those of bfloat16 operands.
+        """
+        parts = []
+        for _ in range(3 if self.dtype == jnp.float32 else 2):
+            bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _TOP
+            top = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            parts.append(top.astype(jnp.bfloat16))
+            x = x - top
+        return parts
 
 
-def _sums_of_lanes(x: jax.Array, chosen: jax.Array) -> jax.Array:
-    ones = chosen.astype(jnp.float32).astype(jnp.bfloat16)
-    return sum(tiles.product(part, ones) for part in _parts(x))
+def token_rows(gate: jax.Array, size: int) -> jax.Array:
+    """[8, …, t]: gates of tokens, then sums of gates from a chunk's start and to its end.
 
-
-def _parts(x: jax.Array) -> list[jax.Array]:
-    """Three bfloat16 that sum to a float32: products with ones are exact in them."""
-    parts = []
-    for _ in range(3):
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & _TOP
-        top = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        parts.append(top.astype(jnp.bfloat16))
-        x = x - top
-    return parts
+    A chunk has `size` tokens. Sums are those of a chunk's own gates: nothing is taken from a longer
+    sum. The rest is zero, and fills a register's rows.
+    """
+    gate = jnp.maximum(gate, LEAST)
+    chunks = gate.reshape(*gate.shape[:-1], -1, size)
+    start = jnp.cumsum(chunks, axis=-1)
+    later = jnp.cumsum(jnp.flip(chunks, -1), axis=-1)
+    end = jnp.flip(jnp.pad(later[..., :-1], ((0, 0),) * gate.ndim + ((1, 0),)), -1)
+    rows = [gate, start.reshape(gate.shape), end.reshape(gate.shape)]
+    return jnp.stack([*rows, *[jnp.zeros_like(gate)] * 5])
