@@ -11,7 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._xla.mean_pooling import fwd, rows
+from ejkernel.kernels._shared import pooled_rows
+from ejkernel.kernels._xla.mean_pooling import fwd
 from ejkernel.modules.operations.mean_pooling import mean_pooling
 from tests import host
 

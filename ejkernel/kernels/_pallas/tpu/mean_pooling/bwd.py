@@ -25,19 +25,19 @@ def backward(
 def _rows(args: Any, cfg: config.Config, dout: jax.Array) -> jax.Array:
     of = layout.Rows(args, cfg)
     operands = grid.Operands(optional=("mask",))
-    dout = grid.pad_to(dout.reshape(of.count, 1, of.width), 2, of.padded[1])
+    dout = of.features.rows(dout.reshape(of.count, *of.features.rest))
     operands.add("dout", dout, of.row_spec())
     of.add_mask(operands)
 
     def body(refs: Any) -> None:
         for row in range(of.rows):
-            share = refs.dout[row].astype(jnp.float32) / of.divisor(refs.table, row)  # [1, bd]
-            dx = jnp.broadcast_to(share, (of.bt, of.bd))
+            share = refs.dout[row].astype(jnp.float32) / of.divisor(refs.table, row)
+            dx = of.features.spread(share, of.bt)  # [bt, …]
             if args.mask is not None:
                 dx = jnp.where(of.kept(refs, row), dx, 0.0)
             refs.dx[row] = dx.astype(refs.dx.dtype)
 
-    shape = jax.ShapeDtypeStruct((of.count, *of.padded), args.inputs.dtype)
+    shape = jax.ShapeDtypeStruct((of.count, of.padded, *of.features.padded), args.inputs.dtype)
     (dx,) = operands.run(
         "mean_pooling_bwd_kernel",
         body,
@@ -48,24 +48,24 @@ def _rows(args: Any, cfg: config.Config, dout: jax.Array) -> jax.Array:
         sequential=0,
         vmem_limit=of.vmem_limit,
     )
-    dx = dx[:, : of.length, : of.width].reshape(of.batch, -1, of.width)
-    return dx[:, : of.t]
+    dx = of.features.unpadded(dx)[:, : of.length]
+    return dx.reshape(of.batch, -1, *dx.shape[2:])[:, : of.t]
 
 
 def _runs(args: Any, cfg: config.Config, dout: jax.Array) -> jax.Array:
     of = layout.Runs(args, cfg, by_block=True)
     operands = grid.Operands()
-    dout = grid.pad_to(dout.reshape(of.count, 1, of.width), 2, of.padded[1])
+    dout = of.features.rows(dout.reshape(of.count, *of.features.rest))
     operands.add("dout", dout, of.row_spec())
 
     def body(refs: Any) -> None:
-        share = refs.dout[...].astype(jnp.float32) / of.divisor(refs.table)  # [1, bd]
+        share = refs.dout[...].astype(jnp.float32) / of.divisor(refs.table)
         # what earlier visits of the same block wrote is still there
         rest = jnp.where(of.is_first(refs.table), 0.0, refs.dx[...].astype(jnp.float32))
-        dx = jnp.where(of.mine(refs.table), jnp.broadcast_to(share, rest.shape), rest)
+        dx = jnp.where(of.mine(refs.table), of.features.spread(share, of.bt), rest)
         refs.dx[...] = dx.astype(refs.dx.dtype)
 
-    shape = jax.ShapeDtypeStruct(of.padded, args.inputs.dtype)
+    shape = jax.ShapeDtypeStruct((of.padded, *of.features.padded), args.inputs.dtype)
     (dx,) = operands.run(
         "mean_pooling_packed_bwd_kernel",
         body,
@@ -76,4 +76,4 @@ def _runs(args: Any, cfg: config.Config, dout: jax.Array) -> jax.Array:
         sequential=1,
         vmem_limit=of.vmem_limit,
     )
-    return dx[: of.t, : of.width]
+    return of.features.unpadded(dx)[: of.t]

@@ -28,10 +28,10 @@ def _rows(args: Any, cfg: config.Config) -> jax.Array:
             refs.acc[...] = jnp.zeros_like(refs.acc)
 
         for row in range(of.rows):
-            x = refs.x[row].astype(jnp.float32)  # [bt, bd]
+            x = refs.x[row].astype(jnp.float32)  # [bt, …]
             if args.mask is not None:  # not a product with it: 0 * nan is nan
                 x = jnp.where(of.kept(refs, row), x, 0.0)
-            refs.acc[row] += x.sum(axis=0, keepdims=True)
+            refs.acc[row] += of.features.total(x)
 
         @pl.when(pl.program_id(2) == of.grid[2] - 1)
         def _() -> None:
@@ -39,18 +39,18 @@ def _rows(args: Any, cfg: config.Config) -> jax.Array:
                 mean = refs.acc[row] / of.divisor(refs.table, row)
                 refs.out[row] = mean.astype(refs.out.dtype)
 
-    shape = jax.ShapeDtypeStruct((of.count, 1, of.padded[1]), args.inputs.dtype)
+    shape = jax.ShapeDtypeStruct(of.features.row_shape(of.count), args.inputs.dtype)
     (out,) = operands.run(
         "mean_pooling_kernel",
         body,
         of.counts(),
         {"out": (shape, of.row_spec())},
-        {"acc": pltpu.VMEM((of.rows, 1, of.bd), jnp.float32)},
+        {"acc": pltpu.VMEM((of.rows, *of.features.row), jnp.float32)},
         of.grid,
         sequential=1,
         vmem_limit=of.vmem_limit,
     )
-    return out[:, 0, : of.width].reshape(of.shape())
+    return of.features.unpadded(out).reshape(of.shape())
 
 
 def _runs(args: Any, cfg: config.Config) -> jax.Array:
@@ -63,22 +63,22 @@ def _runs(args: Any, cfg: config.Config) -> jax.Array:
         def _() -> None:
             refs.acc[...] = jnp.zeros_like(refs.acc)
 
-        x = jnp.where(of.mine(refs.table), refs.x[...].astype(jnp.float32), 0.0)  # [bt, bd]
-        refs.acc[...] += x.sum(axis=0, keepdims=True)
+        x = jnp.where(of.mine(refs.table), refs.x[...].astype(jnp.float32), 0.0)  # [bt, …]
+        refs.acc[...] += of.features.total(x)
 
         @pl.when(of.is_last(refs.table))
         def _() -> None:
             refs.out[...] = (refs.acc[...] / of.divisor(refs.table)).astype(refs.out.dtype)
 
-    shape = jax.ShapeDtypeStruct((of.count, 1, of.padded[1]), args.inputs.dtype)
+    shape = jax.ShapeDtypeStruct(of.features.row_shape(of.count), args.inputs.dtype)
     (out,) = operands.run(
         "mean_pooling_packed_kernel",
         body,
         of.table,
         {"out": (shape, of.row_spec())},
-        {"acc": pltpu.VMEM((1, of.bd), jnp.float32)},
+        {"acc": pltpu.VMEM(of.features.row, jnp.float32)},
         of.grid,
         sequential=1,
         vmem_limit=of.vmem_limit,
     )
-    return out[:, 0, : of.width].reshape(of.shape())
+    return of.features.unpadded(out).reshape(of.shape())
