@@ -153,7 +153,7 @@ def test_guesses_fit(model, direction):
     args = dataclasses.replace(make(values()), query=shape, key=shape, value=shape, gk=shape)
     found = config.candidates(args, direction, Target(kind="tpu", model=model))
     assert found
-    assert all(cfg.block_t % cfg.chunk == 0 and cfg.block_t <= 384 for cfg in found)
+    assert all(cfg.block_t % cfg.chunk == 0 and cfg.block_t <= 512 for cfg in found)
 
 
 def test_what_is_refused():
