@@ -64,10 +64,10 @@ def vmem_limit(args: Any, cfg: Config, direction: str) -> int:
     return max(16 * _MIB, 3 * vmem_bytes(args, cfg, direction) // 2)
 
 
-# Tokens of a step, tokens of a chunk. Thousands of cycles of the compiled schedules on v5e, for 4096
-# tokens of 8 heads, d = e = 128, bfloat16: constant decay forward, backward; gates by element
-# forward, backward. 512, 128: 58, 193; 124, 390. 256, 128: 78, 227; 138, 415. 128, 128: 96, 227;
-# 168, 421. 256, 64: 91, 301; 144, 434.
+# Tokens of a step and of a chunk, best first. Thousands of cycles of the schedules compiled for v5e,
+# 4096 tokens of 8 heads, d = e = 128, bfloat16, forward and backward: with constant decay 58, 193
+# for 512, 128; 78, 227 for 256, 128; 91, 301 for 256, 64; 96, 227 for 128, 128; with gates by
+# element 124, 390; 138, 415; 144, 434; 168, 421.
 _GUESSES = ((512, 128), (256, 128), (256, 64), (128, 128), (128, 64), (64, 64))
 
 
