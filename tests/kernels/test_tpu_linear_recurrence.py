@@ -16,10 +16,10 @@ from tests.kernels import harness
 OP = "linear_recurrence"
 SPEC = kernel_registry.spec(OP)
 ENTRY = harness.find_entry(OP, "pallas/tpu")
-LONG = config.Config(block_t=32, chunk=32)  # halves of more rows than a register has
+LONG = config.Config(block_t=16, chunk=16)  # halves of a whole register
 
 
-def values(t=40, heads=1, d=16, e=8, dtype=jnp.float32, gates=(), strong=0.0):
+def values(t=24, heads=1, d=16, e=8, dtype=jnp.float32, gates=(), strong=0.0):
     """Gates of about -0.1, and `strong` at every third token."""
     keys = jax.random.split(jax.random.key(3), 6)
     shapes = {"query": (1, t, heads, d), "key": (1, t, heads, d), "value": (1, t, heads, e)}
@@ -65,7 +65,7 @@ def outputs(given, cfg):
 def test_minus_infinity_forgets_everything(gate):
     given = values(t=24, gates=(gate,))
     given[gate] = given[gate].at[:, 10].set(-jnp.inf)
-    cfg = config.Config(block_t=32, chunk=16)
+    cfg = config.Config(block_t=8, chunk=8)
     (out,) = outputs(given, cfg)
     (rest,) = outputs({n: x[:, 10:] for n, x in given.items()}, cfg)
     assert np.isfinite(out).all()
@@ -74,7 +74,7 @@ def test_minus_infinity_forgets_everything(gate):
 
 def test_constant_decay_of_a_last_chunk_that_is_not_full():
     """Tokens that fill a chunk have no gate: the state must not decay any further."""
-    given = values(t=37) | {"g_gamma": jnp.asarray([-0.3]), "return_state": True}
+    given = values(t=21) | {"g_gamma": jnp.asarray([-0.3]), "return_state": True}
     assert_matches(given)
 
 
