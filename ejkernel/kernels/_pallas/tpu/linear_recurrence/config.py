@@ -64,8 +64,8 @@ def vmem_limit(args: Any, cfg: Config, direction: str) -> int:
     return max(16 * _MIB, 3 * vmem_bytes(args, cfg, direction) // 2)
 
 
-# Tokens of a step and of a chunk, best first. Thousands of cycles of schedules compiled for v5e, 4096
-# tokens of 8 heads, d = e = 128, bfloat16, forward and backward: with constant decay 58, 193
+# Tokens of a step and of a chunk, best first. Thousands of cycles of schedules compiled for v5e,
+# 4096 tokens of 8 heads, d = e = 128, bfloat16, forward and backward: with constant decay 58, 193
 # for 512, 128; 78, 227 for 256, 128; 91, 301 for 256, 64; 96, 227 for 128, 128; with gates by
 # element 124, 390; 138, 415; 144, 434; 168, 421.
 _GUESSES = ((512, 128), (256, 128), (256, 64), (128, 128), (128, 64), (64, 64))
