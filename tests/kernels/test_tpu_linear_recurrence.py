@@ -160,10 +160,15 @@ def test_guesses_fit(model, direction):
     assert all(cfg.block_t % cfg.chunk == 0 and cfg.block_t <= 512 for cfg in found)
 
 
+def test_steps_are_not_longer_than_packed_sequences():
+    args = make(values(t=1024) | {"cu_seqlens": jnp.arange(9) * 128})
+    assert config.heuristic(args, "forward", Target(kind="tpu", model="TPU v4")).block_t == 128
+
+
 def test_what_is_refused():
     reason = lambda **sizes: ENTRY.why_not(make(values(**sizes)))
     assert "`query` is float16" in reason(dtype=jnp.float16)
-    assert "head sizes of at most 512" in reason(t=1, d=640)
+    assert "head sizes of at most 256" in reason(t=1, d=640)
     assert "at least one" in reason(t=0)
     for op in ("gla", "lightning_attention"):
         assert harness.find_entry(op, "pallas/tpu").base is ENTRY

@@ -5,7 +5,7 @@ from typing import Any
 from ejkernel.kernels._pallas.tpu.linear_recurrence import bwd, config, fwd
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
-_MOST = 512  # head sizes whose states and tiles stay in VMEM
+_MOST = 256  # head sizes whose states and tiles stay in the VMEM of every TPU
 
 
 def _requires(args: Any) -> str | None:

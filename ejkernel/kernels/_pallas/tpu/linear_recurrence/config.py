@@ -72,8 +72,15 @@ _GUESSES = ((512, 128), (256, 128), (256, 64), (128, 128), (128, 64), (64, 64))
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
-    """Guesses that fit the device; at least the smallest one."""
-    made = [fitting(args, Config(block_t=t, chunk=c)) for t, c in _GUESSES]
+    """Guesses that fit the device; at least the smallest one.
+
+    A packed sequence fills its last step: steps are not longer than sequences are on average.
+    """
+    most = args.query.shape[1]
+    if args.cu_seqlens is not None:
+        most = cdiv(most, max(args.cu_seqlens.shape[0] - 1, 1))
+    most = max(next_power_of_2(most), _GUESSES[-1][0])
+    made = [fitting(args, Config(block_t=t, chunk=c)) for t, c in _GUESSES if t <= most]
     limit = capacity.vmem(target)
     fits = [cfg for cfg in made if vmem_limit(args, cfg, direction) <= limit]
     return tuple(dict.fromkeys(fits or made[-1:]))
