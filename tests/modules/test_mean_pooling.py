@@ -11,7 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._xla.mean_pooling import fwd, rows
+from ejkernel.kernels._shared import pooled_rows
+from ejkernel.kernels._xla.mean_pooling import fwd
 from ejkernel.modules.operations.mean_pooling import mean_pooling
 from tests import host
 
@@ -108,7 +109,7 @@ def test_nan_stays_in_its_sequence():
 def test_the_scan_of_other_devices_agrees_with_the_scatter(chunk_size):
     x = normal(1, (1, 11, 3))
     values = SPEC.complete({"inputs": x, "cu_seqlens": jnp.asarray(CUTS), "chunk_size": chunk_size})
-    made = rows.make(SPEC.canonicalize(values))
+    made = pooled_rows.make(SPEC.canonicalize(values))
     tokens = jnp.where(made.inside[:, None], x[0], 0)
     assert_close(jax.jit(fwd._scan)(tokens, made), fwd._scatter(tokens, made))
 

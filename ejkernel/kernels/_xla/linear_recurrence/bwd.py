@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared import token_chunks
 from ejkernel.kernels._xla._blocks import chunks
 from ejkernel.kernels._xla.flash_attention import bwd as flash
 from ejkernel.kernels._xla.linear_recurrence import chunk, config, fwd, recurrent
@@ -124,7 +125,7 @@ def _own_heads(x: jax.Array, heads: int | None) -> jax.Array:
 
 
 def _public(
-    args: Any, cut: chunks.Chunks, found: dict[str, jax.Array], wanted: frozenset[str]
+    args: Any, cut: token_chunks.Chunks, found: dict[str, jax.Array], wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
     """Gradients of the arguments of a call from those of its operands; zeros without a token."""
     whole = {name: cut.join(x) for name, x in found.items()}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared import token_chunks
 from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.kernels._xla._blocks import chunks, loops
@@ -28,7 +29,7 @@ class Where(NamedTuple):
 class Plan(NamedTuple):
     """How a call is cut."""
 
-    chunks: chunks.Chunks
+    chunks: token_chunks.Chunks
     recurrent: bool
     exact: Any
     scale: Any
@@ -93,12 +94,12 @@ def nothing_to_do(plan: Plan, start: jax.Array) -> bool:
 def make_plan(args: Any, cfg: config.Config) -> Plan:
     at_once = 1 if cfg.recurrent else cfg.block_n
     size = config.chunk_size(args, cfg)
-    cut = chunks.Chunks(args.query.shape[1], size, at_once, args.cu_seqlens, args.reverse)
+    cut = token_chunks.Chunks(args.query.shape[1], size, at_once, args.cu_seqlens, args.reverse)
     dtype = wide(args.query.dtype)
     return Plan(cut, cfg.recurrent, xla_precision(dtype), args.softmax_scale, dtype)
 
 
-def operands(args: Any, cut: chunks.Chunks) -> chunk.Operands:
+def operands(args: Any, cut: token_chunks.Chunks) -> chunk.Operands:
     """The arrays of all chunks; gates of a head become part of those of its rows, if any."""
     dtype = wide(args.query.dtype)
     rows = None

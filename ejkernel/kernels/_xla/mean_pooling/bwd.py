@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared import pooled_rows
 from ejkernel.kernels._xla._blocks.pairs import wide
-from ejkernel.kernels._xla.mean_pooling import fwd, rows
+from ejkernel.kernels._xla.mean_pooling import fwd
 
 
 def backward(
@@ -38,6 +39,6 @@ def _dense(args: Any, dout: jax.Array) -> jax.Array:
 def _packed(args: Any, dout: jax.Array) -> jax.Array:
     if args.cu_seqlens.shape[0] == 1:
         return jnp.zeros(args.inputs.shape, dout.dtype)
-    made = rows.make(args)
+    made = pooled_rows.make(args)
     dx = fwd.over(dout, made.count)[made.of_token]
     return jnp.where(fwd.along(made.inside, dx), dx, 0)[None]

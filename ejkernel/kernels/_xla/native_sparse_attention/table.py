@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._shared import pooled_rows
 from ejkernel.kernels._specs.mean_pooling import MeanPoolingArgs
 from ejkernel.kernels._xla._blocks.pairs import finite, pad
-from ejkernel.kernels._xla.mean_pooling import rows
 from ejkernel.xla_utils import segments
 
 
@@ -54,7 +54,7 @@ def make(args: Any) -> Table:
     pooled = MeanPoolingArgs(
         inputs=args.key, mask=None, cu_seqlens=args.cu_seqlens, chunk_size=args.block_size
     )
-    made = rows.make(pooled)
+    made = pooled_rows.make(pooled)
     start = jnp.where(made.count > 0, made.stop - made.count, 0)
     position = segments.cu_seqlens_to_positions(args.cu_seqlens, t)
     done = (position + 1) % args.block_size == 0
