@@ -42,10 +42,23 @@ def entries(lists, block, SIZE: tl.constexpr):
 
 
 @triton.jit
-def visited(visits, i, SIZE: tl.constexpr):
-    """The tile that comes at step i; `visits` are `block_ranges.Bounds`."""
+def entry(visits, step, last, SIZE: tl.constexpr):
+    """The entry of a list for a step; loops read it one step ahead, as addresses wait for it.
+
+    `visits` are `block_ranges.Bounds`. Where they are a range, nothing is read.
+    """
     if visits.lists is not None:
         PER: tl.constexpr = visits.lists.UNIT // SIZE
-        return tl.load(visits.listed + i // PER) * PER + i % PER
+        return tl.load(visits.listed + step // PER, mask=step < last, other=0)
     else:
-        return i
+        return 0
+
+
+@triton.jit
+def tile(visits, listed_block, step, SIZE: tl.constexpr):
+    """The tile of SIZE tokens that comes at a step, whose entry is `listed_block`."""
+    if visits.lists is not None:
+        PER: tl.constexpr = visits.lists.UNIT // SIZE
+        return listed_block * PER + step % PER
+    else:
+        return step

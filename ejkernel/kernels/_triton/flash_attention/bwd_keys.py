@@ -59,9 +59,11 @@ def _over_queries(
     """Adds what one query head gives to dk in acc_k [BK, BD] and to dv in acc_v [BK, BE]."""
     BK: tl.constexpr = b_k.shape[0]
     batch = head.at.batch
+    ahead = block_lists.entry(bounds, bounds.first, bounds.last, BQ)
     for step in range(bounds.first, bounds.last):
         masked = (step < bounds.full) | (step >= bounds.ragged)
-        i = block_lists.visited(bounds, step, BQ)
+        i = block_lists.tile(bounds, ahead, step, BQ)
+        ahead = block_lists.entry(bounds, step + 1, bounds.last, BQ)
         row = i * BQ
         o_q = row + tl.arange(0, BQ)
         b_q = masks.load_real_tile(  # [BQ, BD]

@@ -31,9 +31,11 @@ def _over_keys(
 ):  # fmt: skip
     """Adds what blocks of keys give to dq in acc [BQ, BD]."""
     BQ: tl.constexpr = b_q.shape[0]
+    ahead = block_lists.entry(bounds, bounds.first, bounds.last, BK)
     for i in range(bounds.first, bounds.last):
         masked = (i < bounds.full) | (i >= bounds.ragged)
-        j = block_lists.visited(bounds, i, BK)
+        j = block_lists.tile(bounds, ahead, i, BK)
+        ahead = block_lists.entry(bounds, i + 1, bounds.last, BK)
         row = j * BK
         b_k = masks.load_real_tile(  # [BK, BD]
             key, attention.key_rows, row, attention.num_k, attention.keys, block.at.batch, BK,

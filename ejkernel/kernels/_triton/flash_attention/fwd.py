@@ -110,9 +110,11 @@ def flash_attention_fwd_careful_kernel(
     m = tl.full([BQ], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BQ], tl.float32)  # sum of weights exp(x - m)
     acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)  # weighted values
+    ahead = block_lists.entry(visits, first * SPLIT, last * SPLIT, BK)
     for i in range(first * SPLIT, last * SPLIT):
         masked = (i < full * SPLIT) | (i >= ragged * SPLIT)
-        j = block_lists.visited(visits, i, BK)
+        j = block_lists.tile(visits, ahead, i, BK)
+        ahead = block_lists.entry(visits, i + 1, last * SPLIT, BK)
         row = j * BK
         b_k = addresses.load_tile(
             key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
@@ -148,9 +150,11 @@ def flash_attention_fwd_kernel(
     m = tl.zeros([BQ], tl.float32)  # the reference of a row
     l = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)
+    ahead = block_lists.entry(visits, first, last, BK)
     for i in range(first, last):
         masked = (i < full) | (i >= ragged)
-        j = block_lists.visited(visits, i, BK)
+        j = block_lists.tile(visits, ahead, i, BK)
+        ahead = block_lists.entry(visits, i + 1, last, BK)
         row = j * BK
         b_k = addresses.load_tile(
             key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
