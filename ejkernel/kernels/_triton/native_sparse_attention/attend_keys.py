@@ -4,11 +4,21 @@ Blocks that many tokens select are several pieces of work. A piece leaves a part
 sums of a block are added in their order: no atomics, the same bits in every run.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton._blocks import addresses
 from ejkernel.kernels._triton.native_sparse_attention import rows as common
+
+
+class Sums(NamedTuple):
+    """`addresses.Rows` of partial sums [pieces, SPAN, width]."""
+
+    key_rows: Any
+    value_rows: Any
+    SPAN: tl.constexpr  # keys of a block, made a multiple of a tile
 
 
 @triton.jit
@@ -21,12 +31,12 @@ def _tokens(inverse, first, step, length, M: tl.constexpr, PADDED: tl.constexpr)
 
 @triton.jit
 def nsa_attend_bwd_dkv_kernel(
-    query, key, value, sparse, inverse, start, stop, num_blocks, dout, lse, delta, dk, dv,
-    BT: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
+    query, key, value, sparse, inverse, start, stop, num_blocks, dout, lse, delta, sums, dk, dv,
+    BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Program (piece, part): BK keys of a block; `lse` and `delta` are [b, t, h].
 
-    `dk` and `dv` are partial sums [pieces, SPAN, width], SPAN keys to a block.
+    `dk` and `dv` are partial sums.
     """
     M: tl.constexpr = BT * sparse.PADDED
     D: tl.constexpr = sparse.key_rows.WIDTH
@@ -62,17 +72,15 @@ def nsa_attend_bwd_dkv_kernel(
         acc_v = tl.dot(p.to(b_do.dtype), b_do, acc_v, input_precision=sparse.PRECISION)
         ds = p * (dp - b_delta[None, :])
         acc_k = tl.dot(ds.to(b_q.dtype), b_q, acc_k, input_precision=sparse.PRECISION)
-    at = piece.to(tl.int64) * SPAN + tl.program_id(1) * BK
-    k_rows = addresses.Rows(D, D, sparse.key_rows.PADDED)
-    v_rows = addresses.Rows(E, E, sparse.value_rows.PADDED)
-    addresses.store_tile(dk + at * D, k_rows, piece * 0, BK, acc_k * sparse.SCALE, BK)
-    addresses.store_tile(dv + at * E, v_rows, piece * 0, BK, acc_v, BK)
+    at = piece.to(tl.int64) * sums.SPAN + tl.program_id(1) * BK
+    addresses.store_tile(dk + at * D, sums.key_rows, piece * 0, BK, acc_k * sparse.SCALE, BK)
+    addresses.store_tile(dv + at * E, sums.value_rows, piece * 0, BK, acc_v, BK)
 
 
 @triton.jit
 def nsa_sum_pieces_kernel(
-    parts_k, parts_v, pieces, start, stop, sparse, num_blocks, dk, dv,
-    BK: tl.constexpr, SPAN: tl.constexpr,
+    parts_k, parts_v, pieces, start, stop, sparse, num_blocks, sums, dk, dv,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Program (block of a batch and key head, part): BK rows of dk and dv, in float32."""
     D: tl.constexpr = sparse.key_rows.WIDTH
@@ -80,14 +88,14 @@ def nsa_sum_pieces_kernel(
     row = tl.program_id(0)
     block, bg = row % num_blocks, row // num_blocks
     i_g, batch = bg % sparse.KEY_HEADS, (bg // sparse.KEY_HEADS).to(tl.int64)
-    k_rows = addresses.Rows(D, D, sparse.key_rows.PADDED)
-    v_rows = addresses.Rows(E, E, sparse.value_rows.PADDED)
     acc_k = tl.zeros([BK, sparse.key_rows.PADDED], tl.float32)
     acc_v = tl.zeros([BK, sparse.value_rows.PADDED], tl.float32)
     for piece in range(tl.load(pieces + row), tl.load(pieces + row + 1)):
-        at = (row * 0 + piece).to(tl.int64) * SPAN + tl.program_id(1) * BK
-        acc_k += addresses.load_tile(parts_k + at * D, k_rows, row * 0, BK, None, BK, False)
-        acc_v += addresses.load_tile(parts_v + at * E, v_rows, row * 0, BK, None, BK, False)
+        at = (row * 0 + piece).to(tl.int64) * sums.SPAN + tl.program_id(1) * BK
+        acc_k += addresses.load_tile(parts_k + at * D, sums.key_rows, row * 0, BK, None, BK, False)
+        acc_v += addresses.load_tile(
+            parts_v + at * E, sums.value_rows, row * 0, BK, None, BK, False
+        )
     first = tl.load(start + block) + tl.program_id(1) * BK
     end = tl.load(stop + block)
     key_row = batch * sparse.num * sparse.KEY_HEADS + i_g

@@ -35,12 +35,16 @@ def backward(
     grads: dict[str, Any] = {}
     parts = []
     if have.compressed:
-        compressed, tiles = prepared.as_compressed(), config.window(cfg)
+        group, tiles = prepared.sparse.GROUP, config.window(cfg)
+        compressed = prepared.as_compressed(repeat=group)
         (out,), (lse,) = flash_fwd.forward(compressed, tiles)
         grads["g_cmp"], gated = _gate(args.g_cmp, out, dout)
         part = flash.backward(compressed, tiles, (out,), (lse,), (gated,), asked)
-        means = {n: tables.spread(prepared.table, part[n]) for n in ("key", "value") if n in part}
-        parts.append(part | means)
+        for name in ("key", "value"):
+            if name in part:
+                means = _sum_heads(part[name], group)
+                part[name] = tables.spread(prepared.table, means)
+        parts.append(part)
     if have.selected:
         out, lse, words = residuals[:3]
         grads["g_slc"], gated = _gate(args.g_slc, out, dout)
@@ -54,6 +58,12 @@ def backward(
         terms = [part[name].astype(jnp.float32) for part in parts]
         grads[name] = sum(terms[1:], terms[0])
     return {name: grads[name].astype(getattr(args, name).dtype) for name in wanted}
+
+
+def _sum_heads(x: jax.Array, group: int) -> jax.Array:
+    """[b, n, h, d] -> [b, n, g, d] in float32."""
+    batch, n, heads, width = x.shape
+    return x.astype(jnp.float32).reshape(batch, n, heads // group, group, width).sum(axis=3)
 
 
 def _gate(gate: Any, out: jax.Array, dout: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,8 +111,9 @@ def _over_tokens(
     args, parts = prepared.args, prepared.parts
     inverse, span = prepared.inverse(words), parts * prepared.block_k
     num_blocks, pieces = spec.num_blocks(args), inverse.work.shape[0]
-    shared = prepared.bounds | {"num_blocks": num_blocks}
     d, e = args.key.shape[-1], args.value.shape[-1]
+    sums = attend_keys.Sums(call.rows_of(1, d), call.rows_of(1, e), span)
+    shared = prepared.bounds | {"num_blocks": num_blocks, "sums": sums}
     wide = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     found = triton_call(
         attend_keys.nsa_attend_bwd_dkv_kernel,
@@ -112,7 +123,6 @@ def _over_tokens(
         **prepared.cfg.launch(),
         BT=prepared.tokens,
         BK=prepared.block_k,
-        SPAN=span,
     )
     total = triton_call(
         attend_keys.nsa_sum_pieces_kernel,
@@ -129,6 +139,5 @@ def _over_tokens(
         num_warps=4,
         num_stages=1,
         BK=prepared.block_k,
-        SPAN=span,
     )
     return total["dk"], total["dv"]

@@ -47,8 +47,8 @@ class Call:
             GROUP=heads // groups,
             PADDED=next_power_of_2(heads // groups),
             SIZE=size,
-            key_rows=_rows(groups, d),
-            value_rows=_rows(groups, e),
+            key_rows=rows_of(groups, d),
+            value_rows=rows_of(groups, e),
             SCALE=scale,
             # the maximum of a row is found before scaling, which a factor <= 0 would turn around
             FACTOR=scale if scale > 0 else 1.0,
@@ -94,10 +94,17 @@ class Call:
             cum_seqlens_k=args.cu_seqlens,
         )
 
-    def as_compressed(self) -> FlashAttentionArgs:
-        """The means of blocks: a key is at its block's place, a query at its last complete one."""
+    def as_compressed(self, repeat: int = 1) -> FlashAttentionArgs:
+        """The means of blocks: a key is at its block's place, a query at its last complete one.
+
+        Backward over keys has few programs, as there are few means: it repeats them, so that
+        query heads are summed by several programs.
+        """
         args, table = self.args, self.table
-        key, value = (tables.means(args, table, x).astype(x.dtype) for x in (args.key, args.value))
+        key, value = (
+            jnp.repeat(tables.means(args, table, x).astype(x.dtype), repeat, axis=2)
+            for x in (args.key, args.value)
+        )
         n = key.shape[1]
         ids: dict[str, Any] = {}
         if table.packed:  # blocks of other sequences, and what is no block, are hidden
@@ -117,7 +124,7 @@ class Call:
         )
 
 
-def _rows(heads: int, width: int) -> addresses.Rows:
+def rows_of(heads: int, width: int) -> addresses.Rows:
     return addresses.Rows(heads * width, width, max(next_power_of_2(width), 16))
 
 
