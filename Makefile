@@ -75,6 +75,7 @@ bench-tpu: $(VENV)/.test
 # Needs a GPU, in the Python that is named; measures beside the peers that it has.
 bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads benchmarks/gpu_attention.py --tune 60 --bars --out benchmarks/results/gpu_attention.json $(BENCH)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads benchmarks/gpu_sparse.py --tune 60 --bars --out benchmarks/results/gpu_sparse.json $(BENCH)
 
 # SVG bars for README and docs, from the results that are kept.
 charts: $(VENV)/.core
