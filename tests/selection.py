@@ -25,6 +25,9 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_triton_compiles.py": ("flash_attention",),
     "tests/kernels/test_triton_config.py": ("flash_attention",),
     "tests/kernels/test_triton_work.py": ("flash_attention",),
+    "tests/kernels/test_triton_sparse.py": (
+        *("blocksparse_attention", "native_sparse_attention", "apply_native_sparse_attention"),
+    ),
 }
 
 
