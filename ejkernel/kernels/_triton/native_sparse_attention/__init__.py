@@ -6,7 +6,7 @@ from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 from ejkernel.kernels._triton import flash_attention as flash
 from ejkernel.kernels._triton.native_sparse_attention import bwd, config, fwd
 
-_MOST_HEADS = 64  # rows of a token in a tile
+_MOST_HEADS = 128  # rows of a token in a tile
 
 
 def requires(args: Any) -> str | None:

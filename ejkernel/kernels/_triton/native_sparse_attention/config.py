@@ -99,11 +99,19 @@ class _FlashShapes:
     attention_mask: None = None
 
 
+def _with_heads(args: Any, cfg: Config) -> Config:
+    """A tile holds all query heads of a key head, for at least one token."""
+    heads = next_power_of_2(max(args.query.shape[2] // max(args.key.shape[2], 1), 1))
+    if heads <= cfg.block_q:
+        return cfg
+    return dataclasses.replace(cfg, block_q=heads, num_warps=8 if heads > 64 else cfg.num_warps)
+
+
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the call; at least the smallest one."""
     wide = jnp.dtype(args.query.dtype).itemsize == 4
     rows = _WIDE_GUESSES if wide else _GUESSES[direction]
-    guesses = [Config(**dict(zip(_NAMES, row, strict=True))) for row in rows]
+    guesses = [_with_heads(args, Config(**dict(zip(_NAMES, row, strict=True)))) for row in rows]
     fitting = _launch.fitting(guesses, lambda c: shared_bytes(args, direction, c, target), target)
     most = max(next_power_of_2(min(args.block_size, max(args.key.shape[1], 1))), 16)
     short = [dataclasses.replace(c, block_k=min(c.block_k, most)) for c in fitting]
