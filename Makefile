@@ -74,8 +74,8 @@ bench-tpu: $(VENV)/.test
 
 # Needs a GPU, in the Python that is named; measures beside the peers that it has.
 bench-gpu:
-	@for name in gpu_attention gpu_linear; do echo "$$name"; \
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads benchmarks/$$name.py --tune 60 --bars --out benchmarks/results/$$name.json $(BENCH) || failed="$$failed $$name"; done; \
+	@for file in benchmarks/gpu_[a-ln-z]*.py benchmarks/gpu_matmul.py; do name=$$(basename $$file .py); echo "$$name"; \
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads $$file --tune 60 --bars --out benchmarks/results/$$name.json $(BENCH) || failed="$$failed $$name"; done; \
 	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
 
 # SVG bars for README and docs, from the results that are kept.

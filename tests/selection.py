@@ -32,6 +32,9 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_triton_linear.py": _LINEAR,
     "tests/kernels/test_triton_work.py": ("flash_attention",),
     "tests/test_moe_example.py": ("grouped_matmul",),
+    "tests/kernels/test_triton_sparse.py": (
+        *("blocksparse_attention", "native_sparse_attention", "apply_native_sparse_attention"),
+    ),
 }
 
 

@@ -46,6 +46,7 @@ class BlocksparseAttentionArgs(_spec.OpArgs):
     return_lse: bool = _spec.static(default=False)
     # what blocks shared with `flash_attention` ask for and this op does not offer
     dropout_prob: ClassVar[float] = 0.0
+    deterministic: ClassVar[bool] = False
     alibi_slopes: ClassVar[None] = None
     cum_seqlens_q: ClassVar[None] = None
     cum_seqlens_k: ClassVar[None] = None
@@ -72,19 +73,20 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
     _common.check_floats(OP, query=query, key=key, value=value)
     _common.check_heads(OP, num_q_heads, num_kv_heads)
     causal, mask = bool(call["causal"]), call["attention_mask"]
+    window = _common.canonical_window(OP, call["sliding_window"], causal)
     q_ids, kv_ids = _common.pair_up(OP, call, ("q_segment_ids", "kv_segment_ids"), t, s)
     as_array = flash_attention.as_array
     return BlocksparseAttentionArgs(
         query=query,
         key=key,
         value=value,
-        sparsity_mask=_table(call, t, s),
+        sparsity_mask=_table(call, t, s, window),
         block_size=int(call["block_size"]),
         bias=as_array(call["bias"]),
         attention_mask=flash_attention.as_mask(OP, mask),
         causal=causal,
         softmax_scale=_common.canonical_scale(OP, call["softmax_scale"], head_dim, query.dtype),
-        sliding_window=_common.canonical_window(OP, call["sliding_window"], causal),
+        sliding_window=window,
         logits_soft_cap=_common.canonical_cap(OP, call["logits_soft_cap"]),
         softmax_aux=_common.canonical_sinks(OP, call["softmax_aux"], num_q_heads),
         q_segment_ids=as_array(q_ids, jnp.int32),
@@ -93,17 +95,21 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
     )
 
 
-def _table(call: dict[str, Any], t: int, s: int) -> jax.Array:
+def _table(call: dict[str, Any], t: int, s: int, window: Any) -> jax.Array:
     """The mask of blocks as [1 or b, 1 or h, nq, nk]."""
     mask, builder, size = (call[n] for n in ("sparsity_mask", "mask_builder", "block_size"))
     if size < 1:
         raise ValueError(f"`{OP}`: `block_size` must be at least 1; got {size}.")
-    if (mask is None) == (builder is None):
+    limited = window != (None, None)
+    if (mask is None) == (builder is None) and not (mask is None and limited):
         given = "neither" if mask is None else "both"
         raise ValueError(
             f"`{OP}`: give either `sparsity_mask` or `mask_builder`; got {given}. A mask and a "
-            "pattern combine as `mask & jnp.asarray(pattern.build(t, s, block_size))`."
+            "pattern combine as `mask & jnp.asarray(pattern.build(t, s, block_size))`; with "
+            "`causal` or `sliding_window` both may be left out."
         )
+    if mask is None and builder is None:
+        return jnp.asarray(_inside_window(t, s, int(size), window))[None, None]
     if mask is None:
         return jnp.asarray(builder.build(t, s, int(size)))[None, None]
     mask = segments.as_bool_mask(OP, "sparsity_mask", mask)
@@ -121,6 +127,14 @@ def _table(call: dict[str, Any], t: int, s: int) -> jax.Array:
                 f"`{OP}`: `sparsity_mask` must have 1 or {full} {name}; got {mask.shape[axis]}."
             )
     return mask
+
+
+def _inside_window(t: int, s: int, size: int, window: Any) -> np.ndarray:
+    """The blocks [nq, nk] with a pair inside a window."""
+    left, right = (t + s if limit is None else min(limit, t + s) for limit in window)
+    first, key = np.arange(0, t, size)[:, None] + (s - t), np.arange(0, s, size)[None]
+    last = np.minimum(first + size, s) - 1
+    return (np.minimum(key + size, s) > first - left) & (key <= last + right)
 
 
 def publish(args: BlocksparseAttentionArgs) -> dict[str, Any]:
@@ -163,9 +177,9 @@ def twin(args: BlocksparseAttentionArgs, block: int) -> dict[str, int]:
 
 # (batch, t, s, heads, kv heads, d, e, block size): odd lengths, grouped heads, d != e
 _SHAPES = {
-    "square": (2, 40, 40, 4, 2, 16, 16, 8),
+    "square": (2, 40, 40, 4, 2, 16, 16, 16),
     "long_keys": (1, 19, 50, 3, 1, 8, 24, 16),
-    "long_queries": (2, 45, 33, 2, 2, 32, 16, 12),
+    "long_queries": (2, 45, 33, 2, 2, 32, 16, 32),
 }
 _OPTIONS: dict[str, tuple[Any, ...]] = {
     "shape": tuple(_SHAPES),
@@ -256,12 +270,12 @@ def cases() -> tuple[_spec.Case, ...]:
 def changes() -> dict[str, dict[str, Any]]:
     """For each option, arguments that set it on the plain case; tests look for the effect."""
     batch, t, s, heads, *_ = _SHAPES["square"]
-    finer = jnp.repeat(jnp.repeat(_some(5, 5), 2, axis=0), 2, axis=1)
+    finer = jnp.repeat(jnp.repeat(_some(3, 3), 2, axis=0), 2, axis=1)[:5, :5]
     ids = {"q_segment_ids": jnp.asarray(_attention_cases.segment_rows(batch, t))}
     return {
-        "sparsity_mask": {"sparsity_mask": jnp.eye(5, dtype=bool)},
+        "sparsity_mask": {"sparsity_mask": jnp.eye(3, dtype=bool)},
         # the same pairs in smaller blocks
-        "block_size": {"block_size": 4, "sparsity_mask": finer},
+        "block_size": {"block_size": 8, "sparsity_mask": finer},
         "bias": {"bias": jax.random.normal(jax.random.key(23), (batch, heads, t, s))},
         "attention_mask": {"attention_mask": jnp.arange(s)[None, None, None] % 3 != 0},
         "causal": {"causal": True},

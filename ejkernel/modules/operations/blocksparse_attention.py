@@ -62,7 +62,8 @@ def blocksparse_attention(
       softmax_aux: Sink logits in the denominator: [n], [1, n] (shared) or [h, n]; differentiable.
       q_segment_ids: Tokens see each other where ids are equal; negative is padding.
       kv_segment_ids: The same for keys.
-      mask_builder: A pattern of `ejkernel.modules.block_mask`, instead of `sparsity_mask`.
+      mask_builder: A pattern of `ejkernel.modules.block_mask`, instead of `sparsity_mask`. With
+        `causal` or `sliding_window` both may be left out: every block with a visible pair attends.
       return_lse: Also return the log-sum-exp of each row, float32, differentiable.
       fwd_params: Block sizes of the forward kernel; None lets the library choose.
       bwd_params: Block sizes of the backward kernel.

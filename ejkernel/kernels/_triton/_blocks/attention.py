@@ -5,7 +5,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton._blocks import addresses, block_ranges, logits, philox
+from ejkernel.kernels._triton._blocks import (
+    addresses,
+    block_lists,
+    block_ranges,
+    logits,
+    philox,
+)
 from ejkernel.kernels._triton._blocks import mask as masks
 
 
@@ -99,11 +105,15 @@ def load_slope(slopes, i_h):
 @triton.jit
 def key_bounds(block, attention, schedule, BQ: tl.constexpr, BK: tl.constexpr):
     """[first, full, ragged, last] of the blocks of keys that a block of queries visits."""
-    window = attention.mask.window
-    return block_ranges.bounds(
-        schedule, block.at.batch, block.index, attention.num_q, attention.num_k, window.offset,
-        window.left, window.right, BQ, BK,
-    )  # fmt: skip
+    if schedule.lists is not None:
+        row = block_lists.row_of(schedule.lists, block.at, block.index, BQ)
+        return block_lists.bounds(schedule.lists, row, BK)
+    else:
+        window = attention.mask.window
+        return block_ranges.bounds(
+            schedule, block.at.batch, block.index, attention.num_q, attention.num_k, window.offset,
+            window.left, window.right, BQ, BK,
+        )  # fmt: skip
 
 
 @triton.jit

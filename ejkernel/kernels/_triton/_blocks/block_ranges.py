@@ -27,15 +27,21 @@ class Schedule(NamedTuple):
     table: Any  # [b or 1, blocks, 4], or None
     table_step: Any  # of a batch
     interleaved: Any  # how many (batch, head) pairs take turns; divides their number
+    lists: Any = None  # `block_lists.Lists` in place of ranges, or None
 
 
 class Bounds(NamedTuple):
-    """Blocks from `first` to `last`, of which those from `full` to `ragged` need no mask."""
+    """Steps from `first` to `last`, of which those from `full` to `ragged` need no mask.
+
+    A step is a block, or an entry of a list.
+    """
 
     first: Any
     full: Any
     ragged: Any
     last: Any
+    lists: Any  # `block_lists.Lists`, or None
+    listed: Any  # the first entry of this list
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from ejkernel.kernels._triton.flash_attention import bwd, config, fwd
 _MOST = 256
 
 
-def _requires(args: Any) -> str | None:
+def requires(args: Any) -> str | None:
     """What the kernels cannot do."""
     if args.query.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"needs bfloat16, float16 or float32; got {args.query.dtype}"
@@ -25,5 +25,5 @@ kernel_registry.register(
     backward=bwd.backward,
     config=config,
     version=10,
-    requires=_requires,
+    requires=requires,
 )(fwd.forward)

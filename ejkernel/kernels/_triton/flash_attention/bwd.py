@@ -22,6 +22,7 @@ def backward(
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[jax.Array, ...],
     wanted: frozenset[str],
+    prepare: type[call.Call] = call.Call,
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
     (lse,) = residuals
@@ -33,9 +34,9 @@ def backward(
     }
     grads = {}
     if wanted & {"key", "value", "bias"}:
-        grads = _over_keys(args, cfg, rows, wanted)
+        grads = _over_keys(prepare(args, cfg), rows, wanted)
     if "query" in wanted:
-        grads["query"] = _over_queries(args, cfg, rows)
+        grads["query"] = _over_queries(prepare(args, config.over_queries(cfg)), rows)
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = _attention.sink_gradient(args, lse, rows["delta"])
     return grads
@@ -56,10 +57,10 @@ def _large(lse: jax.Array) -> jax.Array:
     return (size > softmax.LARGE).astype(jnp.int32).reshape(1)
 
 
-def _over_keys(args: Any, cfg: config.Config, rows: dict[str, Any], wanted: Any) -> dict[str, Any]:
+def _over_keys(prepared: call.Call, rows: dict[str, Any], wanted: Any) -> dict[str, Any]:
     """dk and dv, and dbias if wanted."""
+    args, cfg = prepared.args, prepared.cfg
     batch, s, num_groups, _ = args.key.shape
-    prepared = call.Call(args, cfg)
     dbias, sums = None, None
     if "bias" in wanted:
         # sums in a fixed order need every pair apart: full-sized, and reduced afterwards
@@ -69,7 +70,7 @@ def _over_keys(args: Any, cfg: config.Config, rows: dict[str, Any], wanted: Any)
         sums = bwd_keys.BiasSums(*call.pair_strides(shape), shape[2] == 1, shape[3] == 1)
     found = triton_call(
         bwd_keys.flash_attention_bwd_dkv_kernel,
-        inputs=prepared.inputs(prepared.query_table(), num_groups) | rows | {"sums": sums},
+        inputs=prepared.inputs(prepared.query_schedule()) | rows | {"sums": sums},
         outputs={"dk": _like(args.key), "dv": _like(args.value), "dbias": dbias},
         grid=(cdiv(s, cfg.block_k) * num_groups * batch,),
         zeroed=("dbias",),
@@ -87,14 +88,13 @@ def _over_keys(args: Any, cfg: config.Config, rows: dict[str, Any], wanted: Any)
     return grads
 
 
-def _over_queries(args: Any, cfg: config.Config, rows: dict[str, Any]) -> jax.Array:
+def _over_queries(prepared: call.Call, rows: dict[str, Any]) -> jax.Array:
     """dq, each row summed by one program."""
+    args, cfg = prepared.args, prepared.cfg
     batch, t, num_heads, _ = args.query.shape
-    cfg = config.over_queries(cfg)
-    prepared = call.Call(args, cfg)
     found = triton_call(
         bwd_queries.flash_attention_bwd_dq_kernel,
-        inputs=prepared.inputs(prepared.key_table(), num_heads) | rows,
+        inputs=prepared.inputs(prepared.key_schedule()) | rows,
         outputs={"dq": _like(args.query)},
         grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
         cost=prepared.cost(products=1.5),

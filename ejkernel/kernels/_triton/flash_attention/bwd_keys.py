@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton._blocks import addresses, block_ranges, logits, philox, softmax
+from ejkernel.kernels._triton._blocks import (
+    addresses,
+    block_lists,
+    block_ranges,
+    logits,
+    philox,
+    softmax,
+)
 from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import mask as masks
 
@@ -52,8 +59,11 @@ def _over_queries(
     """Adds what one query head gives to dk in acc_k [BK, BD] and to dv in acc_v [BK, BE]."""
     BK: tl.constexpr = b_k.shape[0]
     batch = head.at.batch
-    for i in range(bounds.first, bounds.last):
-        masked = (i < bounds.full) | (i >= bounds.ragged)
+    ahead = block_lists.entry(bounds, bounds.first, bounds.last, BQ)
+    for step in range(bounds.first, bounds.last):
+        masked = (step < bounds.full) | (step >= bounds.ragged)
+        i = block_lists.tile(bounds, ahead, step, BQ)
+        ahead = block_lists.entry(bounds, step + 1, bounds.last, BQ)
         row = i * BQ
         o_q = row + tl.arange(0, BQ)
         b_q = masks.load_real_tile(  # [BQ, BD]
@@ -150,11 +160,12 @@ def flash_attention_bwd_dkv_kernel(
         masks.load_ids(tokens.ids, tokens.ids_step, batch, row, attention.num_k, BK),
         masks.load_ids(tokens.more_ids, tokens.more_ids_step, batch, row, attention.num_k, BK),
     )
-    window = attention.mask.window  # seen from the keys, it is mirrored
-    first, full, ragged, last = block_ranges.bounds(
-        schedule, batch, i_k, attention.num_k, attention.num_q, -window.offset, window.right,
-        window.left, BK, BQ,
-    )  # fmt: skip
+    if schedule.lists is None:
+        window = attention.mask.window  # seen from the keys, it is mirrored
+        first, full, ragged, last = block_ranges.bounds(
+            schedule, batch, i_k, attention.num_k, attention.num_q, -window.offset, window.right,
+            window.left, BK, BQ,
+        )  # fmt: skip
     acc_k = tl.zeros([BK, attention.key_rows.PADDED], tl.float32)
     acc_v = tl.zeros([BK, attention.value_rows.PADDED], tl.float32)
     is_large = None
@@ -173,9 +184,16 @@ def flash_attention_bwd_dkv_kernel(
         head = Head(
             at, lse + first_row, delta + first_row, is_large, h_dbias, slope, drop_batch, drop_head
         )
+        if schedule.lists is not None:  # heads may have lists of their own
+            list_row = block_lists.row_of(schedule.lists, at, i_k, BK)
+            zero, full_from, partial_from, end = block_lists.bounds(schedule.lists, list_row, BQ)
+            listed = schedule.lists.blocks + list_row * schedule.lists.width
+            visits = block_ranges.Bounds(zero, full_from, partial_from, end, schedule.lists, listed)
+        else:
+            visits = block_ranges.Bounds(first, full, ragged, last, None, None)
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, b_k, b_v, query + query_row * D, dout + query_row * E, head, block,
-            block_ranges.Bounds(first, full, ragged, last), attention, sums, BQ, CHECKED, EXACT,
+            visits, attention, sums, BQ, CHECKED, EXACT,
         )  # fmt: skip
     acc_k *= attention.scores.SCALE
     if attention.keys.ids is not None:  # padding may hold nan

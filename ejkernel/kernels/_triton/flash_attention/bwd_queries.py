@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton._blocks import addresses, block_ranges, logits, philox, softmax
+from ejkernel.kernels._triton._blocks import (
+    addresses,
+    block_lists,
+    block_ranges,
+    logits,
+    philox,
+    softmax,
+)
 from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import mask as masks
 
@@ -24,8 +31,11 @@ def _over_keys(
 ):  # fmt: skip
     """Adds what blocks of keys give to dq in acc [BQ, BD]."""
     BQ: tl.constexpr = b_q.shape[0]
-    for j in range(bounds.first, bounds.last):
-        masked = (j < bounds.full) | (j >= bounds.ragged)
+    ahead = block_lists.entry(bounds, bounds.first, bounds.last, BK)
+    for i in range(bounds.first, bounds.last):
+        masked = (i < bounds.full) | (i >= bounds.ragged)
+        j = block_lists.tile(bounds, ahead, i, BK)
+        ahead = block_lists.entry(bounds, i + 1, bounds.last, BK)
         row = j * BK
         b_k = masks.load_real_tile(  # [BK, BD]
             key, attention.key_rows, row, attention.num_k, attention.keys, block.at.batch, BK,
@@ -78,6 +88,9 @@ def flash_attention_bwd_dq_kernel(
         addresses.load_row(delta + first_row, block.row, attention.num_q, BQ, 0.0),
     )
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK)
+    listed = None
+    if schedule.lists is not None:
+        listed = block_lists.entries(schedule.lists, block, BQ)
     acc = tl.zeros([BQ, attention.query_rows.PADDED], tl.float32)
     split = last
     if large is not None:
@@ -86,12 +99,14 @@ def flash_attention_bwd_dq_kernel(
         split = tl.where(tl.load(large) != 0, first, last)
     acc = _over_keys(
         acc, b_q, b_do, rows, key, value, block,
-        block_ranges.Bounds(first, full, ragged, split), attention, BK, CHECKED, EXACT,
+        block_ranges.Bounds(first, full, ragged, split, schedule.lists, listed), attention, BK,
+        CHECKED, EXACT,
     )  # fmt: skip
     if large is not None:
         acc = _over_keys(
             acc, b_q, b_do, rows, key, value, block,
-            block_ranges.Bounds(split, full, ragged, last), attention, BK, CHECKED, True,
+            block_ranges.Bounds(split, full, ragged, last, schedule.lists, listed), attention, BK,
+            CHECKED, True,
         )  # fmt: skip
     acc *= attention.scores.SCALE
     if attention.queries.ids is not None:  # padding may hold nan

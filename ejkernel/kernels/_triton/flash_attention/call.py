@@ -52,29 +52,32 @@ class Call:
         mask = self.args.attention_mask
         return None if mask is None else mask.astype(jnp.int8)
 
-    def key_table(self) -> jax.Array | None:
-        return self._table(block_ranges.key_table)
+    def key_schedule(self) -> block_ranges.Schedule:
+        """Of programs that hold queries."""
+        return self._schedule(block_ranges.key_table, self.args.query.shape[2])
 
-    def query_table(self) -> jax.Array | None:
-        return self._table(block_ranges.query_table)
+    def query_schedule(self) -> block_ranges.Schedule:
+        """Of programs that hold keys."""
+        return self._schedule(block_ranges.query_table, self.args.key.shape[2])
 
-    def _table(self, build: Any) -> jax.Array | None:
+    def _schedule(self, build: Any, num_heads: int) -> block_ranges.Schedule:
         window, cfg = self.args.sliding_window, self.cfg
-        return build(self.tokens, window, cfg.block_q, cfg.block_k)
+        table = build(self.tokens, window, cfg.block_q, cfg.block_k)
+        step = None if table is None else 0 if table.shape[0] == 1 else math.prod(table.shape[1:])
+        return block_ranges.Schedule(table, step, self.interleaved(num_heads))
 
     @property
     def causal(self) -> bool:
         return self.args.sliding_window[1] is not None
 
-    def inputs(self, table: jax.Array | None, num_heads: int) -> dict[str, Any]:
-        """What every kernel takes, for programs of so many heads; `table` is their schedule's."""
-        step = None if table is None else 0 if table.shape[0] == 1 else math.prod(table.shape[1:])
+    def inputs(self, schedule: block_ranges.Schedule) -> dict[str, Any]:
+        """What every kernel takes."""
         return {
             "query": self.args.query,
             "key": self.args.key,
             "value": self.args.value,
             "attention": self._attention(),
-            "schedule": block_ranges.Schedule(table, step, self.interleaved(num_heads)),
+            "schedule": schedule,
         }
 
     def interleaved(self, num_heads: int) -> int:

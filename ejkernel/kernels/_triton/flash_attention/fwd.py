@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
-from ejkernel.kernels._triton._blocks import addresses, philox, softmax
+from ejkernel.kernels._triton._blocks import (
+    addresses,
+    block_lists,
+    block_ranges,
+    philox,
+    softmax,
+)
 from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import mask as masks
 from ejkernel.kernels._triton.flash_attention import call, config
@@ -97,11 +103,18 @@ def flash_attention_fwd_careful_kernel(
         query, attention.query_rows, block.row, attention.num_q, None, BQ, True
     )  # [BQ, BD]
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK * SPLIT)
+    listed = None
+    if schedule.lists is not None:
+        listed = block_lists.entries(schedule.lists, block, BQ)
+    visits = block_ranges.Bounds(first, full, ragged, last, schedule.lists, listed)
     m = tl.full([BQ], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BQ], tl.float32)  # sum of weights exp(x - m)
     acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)  # weighted values
-    for j in range(first * SPLIT, last * SPLIT):
-        masked = (j < full * SPLIT) | (j >= ragged * SPLIT)
+    ahead = block_lists.entry(visits, first * SPLIT, last * SPLIT, BK)
+    for i in range(first * SPLIT, last * SPLIT):
+        masked = (i < full * SPLIT) | (i >= ragged * SPLIT)
+        j = block_lists.tile(visits, ahead, i, BK)
+        ahead = block_lists.entry(visits, i + 1, last * SPLIT, BK)
         row = j * BK
         b_k = addresses.load_tile(
             key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
@@ -129,19 +142,26 @@ def flash_attention_fwd_kernel(
         query, attention.query_rows, block.row, attention.num_q, None, BQ, True
     )  # [BQ, BD]
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK)
+    listed = None
+    if schedule.lists is not None:
+        listed = block_lists.entries(schedule.lists, block, BQ)
+    visits = block_ranges.Bounds(first, full, ragged, last, schedule.lists, listed)
     UNITS: tl.constexpr = attention.scores.FACTOR * softmax.LOG2_E  # of logits, in base 2
     m = tl.zeros([BQ], tl.float32)  # the reference of a row
     l = tl.zeros([BQ], tl.float32)
     acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)
-    for j in range(first, last):
-        masked = (j < full) | (j >= ragged)
+    ahead = block_lists.entry(visits, first, last, BK)
+    for i in range(first, last):
+        masked = (i < full) | (i >= ragged)
+        j = block_lists.tile(visits, ahead, i, BK)
+        ahead = block_lists.entry(visits, i + 1, last, BK)
         row = j * BK
         b_k = addresses.load_tile(
             key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
         )  # [BK, BD]
         dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
         x, _ = common.scores(dots, j, masked, block, attention, BK)
-        if j == first:
+        if i == first:
             m = softmax.finite(tl.max(x, 1))
         p = tl.math.exp2(tl.fma(x, UNITS, -(m * UNITS)[:, None]))  # [BQ, BK]
         l += tl.sum(p, 1)
@@ -166,11 +186,13 @@ def _has_fixed_reference(args: Any) -> bool:
     return args.query.dtype != jnp.float16 and all(x is None for x in others)
 
 
-def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def forward(
+    args: Any, cfg: config.Config, prepare: type[call.Call] = call.Call
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Outputs (out, and lse when asked for) and residuals (lse)."""
     batch, t, num_heads, _ = args.query.shape
-    prepared = call.Call(args, cfg)
-    inputs = prepared.inputs(prepared.key_table(), num_heads) | {"sinks": prepared.sinks()}
+    prepared = prepare(args, cfg)
+    inputs = prepared.inputs(prepared.key_schedule()) | {"sinks": prepared.sinks()}
     programs = cdiv(t, cfg.block_q) * num_heads * batch
     out_shape = (*args.query.shape[:3], args.value.shape[-1])
     outputs = {
