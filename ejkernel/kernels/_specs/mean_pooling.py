@@ -29,7 +29,7 @@ class MeanPoolingArgs(_spec.OpArgs):
 
 @dataclasses.dataclass(frozen=True)
 class MeanPoolingConfig:
-    """How to run `mean_pooling`; there is nothing to tune."""
+    """How to run `mean_pooling`; what is None is chosen by the library."""
 
     platform: str | None = None
     backend: str | None = None
