@@ -86,7 +86,10 @@ def load_rows(base, rows, table, page, first, seen, BK: tl.constexpr):
     inside = seen[:, None]
     if rows.PADDED != rows.WIDTH:
         inside = inside & (tl.arange(0, rows.PADDED) < rows.WIDTH)[None, :]
-    return tl.load(p, mask=inside, other=0)
+    if base.dtype.element_ty.is_int():
+        return tl.load(p, mask=inside, other=0)
+    else:
+        return tl.load(p, mask=inside, other=0.0)
 
 
 @triton.jit
