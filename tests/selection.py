@@ -25,6 +25,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_triton_compiles.py": ("flash_attention",),
     "tests/kernels/test_triton_config.py": ("flash_attention",),
     "tests/kernels/test_triton_serving.py": _PAGED,
+    "tests/kernels/test_triton_serving_config.py": _PAGED,
     "tests/kernels/test_triton_work.py": ("flash_attention",),
 }
 
