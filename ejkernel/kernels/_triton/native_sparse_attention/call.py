@@ -52,7 +52,7 @@ class Call:
             SCALE=scale,
             # the maximum of a row is found before scaling, which a factor <= 0 would turn around
             FACTOR=scale if scale > 0 else 1.0,
-            PRECISION=flash.dot_precision(args.query.dtype),
+            PRECISION=_launch.dot_precision(args.query.dtype),
         )
 
     @property
