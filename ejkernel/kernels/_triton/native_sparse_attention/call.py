@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from ejkernel.callib import cdiv, next_power_of_2
 from ejkernel.kernels._specs.flash_attention import FlashAttentionArgs
+from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._blocks import addresses
-from ejkernel.kernels._triton.flash_attention import call as flash
 from ejkernel.kernels._triton.native_sparse_attention import config, lists, rows, select
 from ejkernel.kernels._triton.native_sparse_attention import table as tables
 
