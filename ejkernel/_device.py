@@ -55,6 +55,15 @@ def shared_memory(capability: str | None) -> int | None:
     return _SHARED.get(capability or "", other_amd)
 
 
+# by compute capability or architecture: of an A100, an H200, a B200, an MI300X and an MI355X
+_MULTIPROCESSORS = {"8.0": 108, "9.0": 132, "10.0": 148, "gfx942": 304, "gfx950": 256}
+
+
+def multiprocessors(capability: str | None) -> int | None:
+    """How many multiprocessors a GPU has; None when that is not known."""
+    return _MULTIPROCESSORS.get(capability or "")
+
+
 @functools.lru_cache(maxsize=64)
 def describe(device: Any) -> Target:
     """The target that a JAX device stands for."""

@@ -72,6 +72,20 @@ def add_sinks(m, l, sinks, i_h):
 
 
 @triton.jit
+def add_sinks_of_heads(m, l, sinks, heads, valid):
+    """The same for rows of several heads; rows that are not `valid` get no sinks."""
+    o_n = tl.arange(0, sinks.BLOCK)
+    p = sinks.base + heads[:, None] * sinks.step + o_n[None, :]
+    inside = valid[:, None] & (o_n < sinks.count)[None, :]
+    x = tl.load(p, mask=inside, other=float("-inf")).to(tl.float32)
+    m_new = tl.maximum(m, tl.max(x, 1))
+    reference = finite(m_new)
+    alpha = tl.math.exp2((m - reference) * LOG2_E)
+    extra = tl.sum(tl.math.exp2((x - reference[:, None]) * LOG2_E), 1)
+    return m_new, l * alpha + extra, alpha
+
+
+@triton.jit
 def logsumexp(m, l):
     """Natural logarithm of the sum, from a maximum in natural units; -inf for a row of no keys."""
     return tl.where(l == 0.0, float("-inf"), m + tl.math.log2(l) * LN_2)

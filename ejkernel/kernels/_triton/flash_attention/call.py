@@ -37,6 +37,11 @@ def dot_precision(dtype: Any) -> str:
     return "ieee" if exact else "tf32"
 
 
+def fine_cap(dtype: Any, cap: float | None) -> bool:
+    """Whether a cap has to be exact relative to small scores."""
+    return jnp.dtype(dtype).itemsize >= 4 or (cap or 0.0) > _LARGE_CAP
+
+
 class Call:
     """One attention call for kernels with a config's block sizes."""
 
@@ -150,7 +155,7 @@ class Call:
             slopes=args.alibi_slopes,
             SCALE=float(args.softmax_scale),
             CAP=None if args.logits_soft_cap is None else float(args.logits_soft_cap),
-            FINE=args.query.dtype.itemsize >= 4 or (args.logits_soft_cap or 0.0) > _LARGE_CAP,
+            FINE=fine_cap(args.query.dtype, args.logits_soft_cap),
             FACTOR=1.0 if natural else float(args.softmax_scale),
         )
 

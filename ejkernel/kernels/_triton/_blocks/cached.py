@@ -1,0 +1,131 @@
+"""Attention of the rows of one tile over cached keys and values, with online softmax."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton._blocks import logits, mask, paging, softmax
+
+
+class Cache(NamedTuple):
+    """Keys and values, and where those of a sequence are."""
+
+    key: Any  # pointers; both may be into one array
+    value: Any
+    key_rows: Any  # `paging.Rows`
+    value_rows: Any
+    table: Any  # `paging.Table`
+    first: Any  # int32 [sequences], the first key that counts; None: 0
+    last: Any  # int32 [sequences], one past the last key
+    room: Any  # the most keys of a sequence; lengths are clamped to it
+
+
+class Options(NamedTuple):
+    """How scores are made of products, and which keys a query sees."""
+
+    scores: Any  # `logits.Scores`, without bias
+    k_scale: Any  # float32 [key heads], or None
+    left: Any  # how far before its query a key may be; None is no limit
+    PRECISION: tl.constexpr  # of products
+
+
+class Queries(NamedTuple):
+    """The rows of a tile; vectors are [BM]."""
+
+    tile: Any  # [BM, PADDED]
+    position: Any
+    slope: Any  # of each row, or 0
+    low: Any  # the first position
+    high: Any  # one past the last
+
+
+@triton.jit
+def key_range(cache, i_s):
+    """First and one past the last key of a sequence, inside what its pages can hold."""
+    first = i_s * 0
+    if cache.first is not None:
+        first = tl.maximum(tl.load(cache.first + i_s), 0)
+    return first, tl.minimum(tl.maximum(tl.load(cache.last + i_s), 0), cache.room)
+
+
+@triton.jit
+def load_queries(query, token, rows, position, stop, options, tiles, width):
+    """The rows of a tile, from `token` on in query [tokens, h, d]; zeros in rows that are none.
+
+    Positions of the tile's tokens are in [position, stop); `width` is an `addresses.Rows`.
+    """
+    row = (token + rows.token).to(tl.int64) * tiles.HEADS + rows.head
+    o_d = tl.arange(0, width.PADDED)
+    inside = rows.real[:, None] & (o_d < width.WIDTH)[None, :]
+    tile = tl.load(query + row[:, None] * width.WIDTH + o_d[None, :], mask=inside, other=0.0)
+    slope = 0.0
+    if options.scores.slopes is not None:
+        slope = tl.load(options.scores.slopes + rows.head, mask=rows.real, other=0.0)
+        slope = slope.to(tl.float32)[:, None]
+    return Queries(tile, position + rows.token, slope, position, stop)
+
+
+@triton.jit
+def visible_keys(queries, first, last, left):
+    """Keys [low, high) of [first, last) that some row sees."""
+    low = first
+    if left is not None:
+        low = tl.maximum(first, queries.low - left)
+    return low, tl.minimum(last, queries.high)
+
+
+@triton.jit
+def _hide(x, o_k, row, low, high, queries, left, BK: tl.constexpr, CAUSAL: tl.constexpr):
+    """Scores [BM, BK] with -inf for hidden pairs. Not CAUSAL: all rows have one position."""
+    inside = (row >= low) & (row + BK <= high)
+    if CAUSAL:
+        inside = inside & (row + BK - 1 <= queries.low)
+        if left is not None:
+            inside = inside & (row >= queries.high - 1 - left)
+    if inside == 0:
+        seen = ((o_k >= low) & (o_k < high))[None, :]
+        if CAUSAL:
+            limits = mask.Window(left, 0, None)
+            seen &= mask.inside_window(queries.position[:, None], o_k[None, :], limits)
+        x = tl.where(seen, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def attend(
+    queries, cache, i_s, i_g, low, high, first_tile, last_tile, options, BK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum [BM], and weighted values [BM, BE], of rows over some tiles of keys.
+
+    Keys outside of [low, high) do not count. Not CAUSAL: all rows have the position high - 1.
+    """
+    BM: tl.constexpr = queries.tile.shape[0]
+    key = cache.key + i_g * cache.key_rows.HEAD
+    value = cache.value + i_g * cache.value_rows.HEAD
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, cache.value_rows.PADDED], tl.float32)
+    scale = 1.0
+    if options.k_scale is not None:
+        scale = tl.load(options.k_scale + i_g)
+    for j in range(first_tile, last_tile):
+        row = j * BK
+        o_k = row + tl.arange(0, BK)
+        seen = (o_k >= low) & (o_k < high)
+        page = paging.page_ids(cache.table, i_s, row, BK)
+        b_k = paging.load_rows(key, cache.key_rows, cache.table, page, row, seen, BK)
+        b_k = paging.widen(b_k, queries.tile)  # [BK, BD]
+        x = tl.dot(queries.tile, tl.trans(b_k), input_precision=options.PRECISION)  # [BM, BK]
+        if options.k_scale is not None:
+            x *= scale
+        tile = mask.Tile(None, None, queries.position[:, None], o_k[None, :])
+        x, _ = logits.logits(x, tile, None, queries.slope, options.scores, 0, 0)
+        x = _hide(x, o_k, row, low, high, queries, options.left, BK, CAUSAL)
+        m, l, p, alpha = softmax.update(m, l, x, options.scores.FACTOR)
+        b_v = paging.load_rows(value, cache.value_rows, cache.table, page, row, seen, BK)
+        b_v = paging.widen(b_v, queries.tile)  # [BK, BE]
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=options.PRECISION)
+    return m, l, acc

@@ -1,0 +1,134 @@
+"""Keys of a tile, splits, warps and stages of decoding in Triton."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ejkernel import _device
+from ejkernel._device import Target
+from ejkernel.callib import next_power_of_2
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._blocks import packed
+
+_LEAST_ROWS = 16  # of a tile on tensor cores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(_launch.LaunchConfig):
+    """Keys of a tile, and what the number of splits follows from."""
+
+    block_k: int
+    programs: int = 1024  # keys are split until there are about so many
+    split_keys: int = 256  # the least keys of a part
+
+    def __post_init__(self) -> None:
+        _launch.check_blocks(self, "block_k")
+        for name in ("programs", "split_keys"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What decoding depends on, of a call of any op over cached keys."""
+
+    heads: int
+    key_heads: int
+    d: int
+    e: int
+    reach: int  # the most keys of a sequence
+    wide: int  # bytes of an element of a query
+    narrow: int  # and of a key
+
+
+def sizes(args: Any) -> Sizes:
+    """The sizes of a call; those of `page_attention`, or of keys that are not paged."""
+    _, heads, d = args.query.shape
+    if hasattr(args, "key_cache"):
+        pages, groups, size, _ = args.key_cache.shape
+        cache, e = args.key_cache, args.value_cache.shape[-1]
+        reach = args.block_tables.shape[1] * size if pages else 0
+    else:
+        _, reach, groups, _ = args.key.shape
+        cache, e = args.key, args.value.shape[-1]
+    wide, narrow = args.query.dtype.itemsize, cache.dtype.itemsize
+    return Sizes(heads, groups, d, e, reach, wide, narrow)
+
+
+def row_tiles(of: Sizes, tokens: int = 1) -> packed.Tiles:
+    """The rows of decoding: as few as tensor cores take, with at most so many tokens."""
+    return packed.tiles(of.heads, of.key_heads, _LEAST_ROWS, tokens)
+
+
+def shared_bytes(of: Sizes, rows: int, cfg: Config, target: Target) -> int:
+    """An estimate of the shared memory of a program: queries, weights and pipelined keys."""
+    d, e = (max(next_power_of_2(x), 16) for x in (of.d, of.e))
+    stages = max(cfg.num_stages - 1, 1) if _launch.is_amd(target) else cfg.num_stages
+    keys = stages * cfg.block_k * (d + e) * of.narrow
+    if of.narrow < of.wide:  # the widened tile of a product passes through shared memory too
+        keys += cfg.block_k * max(d, e) * of.wide
+    return keys + rows * (d + cfg.block_k) * of.wide
+
+
+# (block_k, warps, stages), best guess first; not measured. Two programs of 96 kB share a
+# multiprocessor of an H200, and have 128 kB of keys under way.
+_GUESSES = {
+    64: ((128, 4, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (32, 4, 1)),
+    128: ((64, 4, 3), (128, 4, 2), (64, 4, 2), (128, 8, 3), (32, 4, 3), (32, 4, 1)),
+    256: ((32, 4, 3), (64, 8, 2), (32, 4, 2), (32, 4, 1)),
+}
+# float32 products run on the ordinary units, from registers
+_WIDE_GUESSES = ((32, 4, 2), (64, 4, 2), (32, 8, 2), (16, 4, 1))
+_AMD_GUESSES = ((64, 4, 2), (32, 4, 2), (64, 8, 2), (32, 4, 1), (16, 4, 1))
+
+
+def guesses(of: Sizes, target: Target) -> tuple[tuple[int, int, int], ...]:
+    """Keys, warps and stages to try, best first."""
+    if of.wide >= 4:
+        return _WIDE_GUESSES
+    if _launch.is_amd(target):
+        return _AMD_GUESSES
+    width = max(of.d, of.e)
+    return _GUESSES[64 if width <= 64 else 128 if width <= 128 else 256]
+
+
+def decoding(of: Sizes, rows: int, target: Target) -> Sequence[Config]:
+    """Configs of decoding that fit, best guess first."""
+    filling = 8 * (_device.multiprocessors(target.capability) or 132)
+    made = [
+        Config(block_k=k, num_warps=warps, num_stages=stages, programs=filling)
+        for k, warps, stages in guesses(of, target)
+    ]
+    fit = _launch.fitting(made, lambda cfg: shared_bytes(of, rows, cfg, target), target)
+    splits = [dataclasses.replace(fit[0], programs=filling * 2 // n) for n in (1, 4, 8)]
+    return tuple(dict.fromkeys([*fit, *splits]))
+
+
+def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
+    """What a tuner measures, best guess first."""
+    of = sizes(args)
+    return decoding(of, row_tiles(of).BLOCK, target)
+
+
+def heuristic(args: Any, direction: str, target: Target) -> Config:
+    """The first guess that fits."""
+    return candidates(args, direction, target)[0]
+
+
+def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
+    """Why a config of another call cannot serve this one."""
+    of = sizes(args)
+    return _launch.misfit(cfg, shared_bytes(of, row_tiles(of).BLOCK, cfg, target), target)
+
+
+def testing(args: Any, direction: str) -> Config:
+    """Small tiles, and as many splits as there are tiles."""
+    return Config(block_k=16, programs=2**20, split_keys=16, num_stages=1)
+
+
+def from_params(guess: Config, settings: dict[str, int]) -> Config:
+    """The guess with the caller's own sizes; queries are not cut into blocks."""
+    mine = {name: value for name, value in settings.items() if hasattr(guess, name)}
+    return _launch.from_params(guess, mine, tile=("block_k",))
