@@ -108,13 +108,18 @@ def _scores(args: Any, dtype: Any) -> logits.Scores:
 
 def requires(query: Any, cache: Any, value_width: int) -> str | None:
     """What kernels over cached keys cannot do."""
+    d = query.shape[-1]
+    if not (1 <= d <= _MOST and 1 <= value_width <= _MOST):
+        return f"needs head sizes from 1 to {_MOST}; got {d} and {value_width}"
+    return requires_dtypes(query, cache)
+
+
+def requires_dtypes(query: Any, cache: Any) -> str | None:
+    """Which dtypes they cannot take."""
     if query.dtype.name not in _FLOATS:
         return f"needs bfloat16, float16 or float32; got {query.dtype}"
     if cache.dtype != query.dtype and cache.dtype.name not in _NARROW:
         return f"needs keys of the queries' dtype or one of {', '.join(_NARROW)}; got {cache.dtype}"
-    d = query.shape[-1]
-    if not (1 <= d <= _MOST and 1 <= value_width <= _MOST):
-        return f"needs head sizes from 1 to {_MOST}; got {d} and {value_width}"
     return None
 
 
