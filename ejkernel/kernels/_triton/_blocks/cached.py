@@ -11,8 +11,8 @@ from ejkernel.kernels._triton._blocks import logits, mask, paging, softmax
 class Cache(NamedTuple):
     """Keys and values, and where those of a sequence are."""
 
-    key: Any  # pointers; both may be into one array
-    value: Any
+    key: Any
+    value: Any  # None: values follow keys, HEAD / 2 elements behind them in the same array
     key_rows: Any  # `paging.Rows`
     value_rows: Any
     table: Any  # `paging.Table`
@@ -103,7 +103,10 @@ def attend(
     """
     BM: tl.constexpr = queries.tile.shape[0]
     key = cache.key + i_g * cache.key_rows.HEAD
-    value = cache.value + i_g * cache.value_rows.HEAD
+    if cache.value is None:
+        value = key + cache.value_rows.HEAD // 2
+    else:
+        value = cache.value + i_g * cache.value_rows.HEAD
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, cache.value_rows.PADDED], tl.float32)
