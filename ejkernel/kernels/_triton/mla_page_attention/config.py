@@ -78,7 +78,7 @@ _GUESSES = {
 _PREFILL = {64: ((32, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))}
 # float32 products run on the ordinary units, from registers
 _WIDE_GUESSES = ((16, 8, 1), (32, 8, 1), (16, 4, 1))
-_AMD_GUESSES = {16: ((32, 4, 1), (16, 4, 2), (16, 4, 1)), 32: ((32, 8, 1), (16, 8, 1))}
+_AMD_GUESSES = {16: ((32, 4, 1), (16, 4, 2), (16, 4, 1)), 32: ((16, 8, 1), (32, 4, 1))}
 
 
 def _most_rows(args: Any, target: Target) -> int:

@@ -66,7 +66,8 @@ def mla_prefill_kernel(
     Sequences with at most SHORT tokens are left out.
     """
     i_h = tl.program_id(0) % tiles.HEAD_TILES
-    i_t = tl.program_id(0) // tiles.HEAD_TILES
+    # the last tiles of a sequence see most keys, and start first
+    i_t = (tl.num_programs(0) - 1 - tl.program_id(0)) // tiles.HEAD_TILES
     i_s, index = packed.find_sequence(sequences, i_t, num, tiles.TOKENS)
     tokens = packed.tokens_of(sequences, i_s)
     before = index * tiles.TOKENS  # tokens of the sequence in earlier tiles
