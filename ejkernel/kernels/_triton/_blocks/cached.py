@@ -34,6 +34,7 @@ class Queries(NamedTuple):
     """The rows of a tile; vectors are [BM]."""
 
     tile: Any  # [BM, PADDED]
+    scale: Any  # [BM, 1], what products with keys are multiplied by; None: nothing
     position: Any
     slope: Any  # of each row, or 0
     low: Any  # the first position
@@ -50,7 +51,22 @@ def key_range(cache, i_s):
 
 
 @triton.jit
-def load_queries(query, token, rows, position, stop, options, tiles, width):
+def _in_float16(x):
+    """Rows of bfloat16 in float16, divided by powers of two; and these powers, [BM, 1].
+
+    The largest element of a row becomes one between 1 and 2. What is lost of the others is below
+    2^-25, far below the rounding errors of bfloat16.
+    """
+    top = tl.max(tl.abs(x.to(tl.float32)), 1)
+    exponent = top.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)[:, None]  # both powers are normal numbers
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (x.to(tl.float32) * inverse).to(tl.float16), power
+
+
+@triton.jit
+def load_queries(query, token, rows, position, stop, cache, options, tiles, width):
     """The rows of a tile, from `token` on in query [tokens, h, d]; zeros in rows that are none.
 
     Positions of the tile's tokens are in [position, stop); `width` is an `addresses.Rows`.
@@ -59,11 +75,15 @@ def load_queries(query, token, rows, position, stop, options, tiles, width):
     o_d = tl.arange(0, width.PADDED)
     inside = rows.real[:, None] & (o_d < width.WIDTH)[None, :]
     tile = tl.load(query + row[:, None] * width.WIDTH + o_d[None, :], mask=inside, other=0.0)
+    scale = None
+    if (tile.dtype == tl.bfloat16) and cache.key.dtype.element_ty.is_fp8():
+        # two elements of float8 take one instruction to float16, and four to bfloat16
+        tile, scale = _in_float16(tile)
     slope = 0.0
     if options.scores.slopes is not None:
         slope = tl.load(options.scores.slopes + rows.head, mask=rows.real, other=0.0)
         slope = slope.to(tl.float32)[:, None]
-    return Queries(tile, position + rows.token, slope, position, stop)
+    return Queries(tile, scale, position + rows.token, slope, position, stop)
 
 
 @triton.jit
@@ -110,18 +130,23 @@ def attend(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, cache.value_rows.PADDED], tl.float32)
-    scale = 1.0
+    scale = queries.scale
     if options.k_scale is not None:
-        scale = tl.load(options.k_scale + i_g)
+        k_scale = tl.load(options.k_scale + i_g)
+        scale = k_scale if queries.scale is None else queries.scale * k_scale
+    # Pages are looked up one tile ahead. A look-up in the same iteration would be a level of the
+    # compiler's pipeline of its own, and leave keys and values half of the stages.
+    next_page = paging.page_ids(cache.table, i_s, first_tile * BK, BK)
     for j in range(first_tile, last_tile):
         row = j * BK
         o_k = row + tl.arange(0, BK)
         seen = (o_k >= low) & (o_k < high)
-        page = paging.page_ids(cache.table, i_s, row, BK)
+        page = next_page
+        next_page = paging.page_ids(cache.table, i_s, row + BK, BK)
         b_k = paging.load_rows(key, cache.key_rows, cache.table, page, row, seen, BK)
         b_k = paging.widen(b_k, queries.tile)  # [BK, BD]
         x = tl.dot(queries.tile, tl.trans(b_k), input_precision=options.PRECISION)  # [BM, BK]
-        if options.k_scale is not None:
+        if scale is not None:
             x *= scale
         tile = mask.Tile(None, None, queries.position[:, None], o_k[None, :])
         x, _ = logits.logits(x, tile, None, queries.slope, options.scores, 0, 0)

@@ -98,7 +98,7 @@ def widen(x, like):
     if x.dtype == like.dtype:
         return x
     elif x.dtype.is_fp8():
-        # through float32: Triton's interpreter casts float8 to bfloat16 wrongly
+        # through float32, which costs nothing: Triton's interpreter is wrong about other casts
         return x.to(tl.float32).to(like.dtype)
     else:
         return x.to(like.dtype)

@@ -65,19 +65,21 @@ def row_tiles(of: Sizes, tokens: int = 1) -> packed.Tiles:
 def shared_bytes(of: Sizes, rows: int, cfg: Config, target: Target) -> int:
     """An estimate of the shared memory of a program: queries, weights and pipelined keys."""
     d, e = (max(next_power_of_2(x), 16) for x in (of.d, of.e))
-    stages = max(cfg.num_stages - 1, 1) if _launch.is_amd(target) else cfg.num_stages
-    keys = stages * cfg.block_k * (d + e) * of.narrow
+    # products of 64 rows read keys from shared memory, which need a buffer more
+    stages = cfg.num_stages - (rows < 64 or _launch.is_amd(target))
+    keys = max(stages, 1) * cfg.block_k * (d + e) * of.narrow
     if of.narrow < of.wide:  # the widened tile of a product passes through shared memory too
         keys += cfg.block_k * max(d, e) * of.wide
     return keys + rows * (d + cfg.block_k) * of.wide
 
 
-# (block_k, warps, stages), best guess first; not measured. Two programs of 96 kB share a
-# multiprocessor of an H200, and have 128 kB of keys under way.
+# (block_k, warps, stages) by the bytes of a key and its value, best guess first; not measured.
+# Three programs of the first guesses share a multiprocessor of an H200 (72 kB of shared memory and
+# up to 168 registers), and have up to 192 kB of keys and values under way.
 _GUESSES = {
-    64: ((128, 4, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (32, 4, 1)),
-    128: ((64, 4, 3), (128, 4, 2), (64, 4, 2), (128, 8, 3), (32, 4, 3), (32, 4, 1)),
-    256: ((32, 4, 3), (64, 8, 2), (32, 4, 2), (32, 4, 1)),
+    256: ((128, 4, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (32, 4, 1)),
+    512: ((64, 4, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (128, 8, 3), (32, 4, 3), (32, 4, 1)),
+    1024: ((32, 4, 3), (64, 8, 2), (32, 4, 2), (32, 4, 1)),
 }
 # float32 products run on the ordinary units, from registers
 _WIDE_GUESSES = ((32, 4, 2), (64, 4, 2), (32, 8, 2), (16, 4, 1))
@@ -90,8 +92,8 @@ def guesses(of: Sizes, target: Target) -> tuple[tuple[int, int, int], ...]:
         return _WIDE_GUESSES
     if _launch.is_amd(target):
         return _AMD_GUESSES
-    width = max(of.d, of.e)
-    return _GUESSES[64 if width <= 64 else 128 if width <= 128 else 256]
+    size = of.narrow * (of.d + of.e)
+    return _GUESSES[256 if size <= 256 else 512 if size <= 512 else 1024]
 
 
 def decoding(of: Sizes, rows: int, target: Target) -> Sequence[Config]:

@@ -37,7 +37,7 @@ def decode_attention_kernel(
     rows = packed.tile_rows(tiles, i_g, i_x % tiles.HEAD_TILES, o_r, tokens.count)
     first, last = cached.key_range(cache, i_s)
     queries = cached.load_queries(
-        query, tokens.first, rows, last - tokens.count, last, options, tiles, width
+        query, tokens.first, rows, last - tokens.count, last, cache, options, tiles, width
     )
     low, high = cached.visible_keys(queries, first, last, options.left)
     start, stop = splits.part(low, high, i_p, SPLITS, BK)

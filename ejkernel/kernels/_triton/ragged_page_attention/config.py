@@ -60,10 +60,11 @@ def prefill_tiles(of: decoding.Sizes, cfg: Config) -> packed.Tiles:
     return packed.tiles(of.heads, of.key_heads, cfg.block_q, 2**30)
 
 
-# (block_q, block_k, warps, stages), best guess first; not measured
+# (block_q, block_k, warps, stages), best guess first; not measured. Two programs of the first one
+# share a multiprocessor of an H200: one computes products while the other computes weights.
 _GUESSES = {
-    64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 2)),
-    128: ((128, 64, 8, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 32, 4, 2)),
+    64: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 32, 4, 2)),
+    128: ((64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
     256: ((64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2), (32, 32, 4, 1)),
 }
 # float32 products run on the ordinary units, from registers

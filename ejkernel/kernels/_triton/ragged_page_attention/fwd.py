@@ -44,7 +44,7 @@ def ragged_prefill_kernel(
     position = last - tokens.count + before
     token = tokens.first + before
     queries = cached.load_queries(
-        query, token, rows, position, position + count, options, tiles, width
+        query, token, rows, position, position + count, cache, options, tiles, width
     )
     low, high = cached.visible_keys(queries, first, last, options.left)
     start, stop = splits.part(low, high, 0, 1, BK)
