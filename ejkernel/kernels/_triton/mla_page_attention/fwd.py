@@ -40,13 +40,17 @@ def mla_decode_kernel(
     rows = packed.tile_rows(tiles, 0, i_h, o_r, tokens.count)
     first, last = cached.key_range(cache, i_s)
     position = last - tokens.count
-    queries = cached.load_queries(query, tokens.first, rows, position, last, options, tiles, width)
-    pe = cached.load_queries(q_pe, tokens.first, rows, position, last, options, tiles, pe_width)
+    queries = cached.load_queries(
+        query, tokens.first, rows, position, last, cache, options, tiles, width
+    )
+    pe = cached.load_queries(
+        q_pe, tokens.first, rows, position, last, cache, options, tiles, pe_width
+    )
     low, high = cached.visible_keys(queries, first, last, options.left)
     start, stop = splits.part(low, high, i_p, SPLITS, BK)
     CAUSAL: tl.constexpr = tiles.TOKENS > 1
     b_m, b_l, b_acc = latents.attend(
-        queries, pe.tile, cache, i_s, low, high, start, stop, options, BK, CAUSAL
+        queries, pe, cache, i_s, low, high, start, stop, options, BK, CAUSAL
     )
     if SPLITS == 1:
         splits.store_rows(out, lse, tokens.first, rows, 0, b_acc, b_m, b_l, tiles, final)
@@ -78,13 +82,13 @@ def mla_prefill_kernel(
     first, last = cached.key_range(cache, i_s)
     token, position = tokens.first + before, last - tokens.count + before
     stop = position + count
-    queries = cached.load_queries(query, token, rows, position, stop, options, tiles, width)
-    pe = cached.load_queries(q_pe, token, rows, position, stop, options, tiles, pe_width)
+    queries = cached.load_queries(query, token, rows, position, stop, cache, options, tiles, width)
+    pe = cached.load_queries(q_pe, token, rows, position, stop, cache, options, tiles, pe_width)
     low, high = cached.visible_keys(queries, first, last, options.left)
     first_tile, last_tile = splits.part(low, high, 0, 1, BK)
     CAUSAL: tl.constexpr = tiles.TOKENS > 1
     b_m, b_l, b_acc = latents.attend(
-        queries, pe.tile, cache, i_s, low, high, first_tile, last_tile, options, BK, CAUSAL
+        queries, pe, cache, i_s, low, high, first_tile, last_tile, options, BK, CAUSAL
     )
     splits.store_rows(out, lse, token, rows, 0, b_acc, b_m, b_l, tiles, final)
 
@@ -99,7 +103,7 @@ def _prepared(args: Any) -> call.Call:
     tables = args.block_tables if blocks else jnp.zeros((count, 1), jnp.int32)
     rows = (size * width, width, 0)
     cache = latents.Latents(
-        pages=args.kv_pages,
+        key=args.kv_pages,
         value_rows=paging.rows(rows, latent),
         rope_rows=paging.rows(rows, rope),
         table=paging.table(tables, pages, max(size, 1)),

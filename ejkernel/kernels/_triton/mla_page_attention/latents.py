@@ -15,7 +15,7 @@ from ejkernel.kernels._triton._blocks import cached, logits, mask, paging, softm
 class Latents(NamedTuple):
     """Pages of latent vectors; the fields that `cached` reads have the names of its `Cache`."""
 
-    pages: Any
+    key: Any
     value_rows: Any  # `paging.Rows` of the latent parts
     rope_rows: Any  # and of the rope parts, which follow them
     table: Any  # `paging.Table`
@@ -26,21 +26,21 @@ class Latents(NamedTuple):
 
 @triton.jit
 def attend(
-    queries, b_pe, latents, i_s, low, high, first_tile, last_tile, options, BK: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    queries, rope_queries, latents, i_s, low, high, first_tile, last_tile, options,
+    BK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum [BM], and weighted latent vectors [BM, BL], of rows over some tiles of keys.
 
     Keys outside of [low, high) do not count. Not CAUSAL: all rows have the position high - 1.
     """
     BM: tl.constexpr = queries.tile.shape[0]
-    rope = latents.pages + latents.value_rows.WIDTH
+    rope = latents.key + latents.value_rows.WIDTH
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, latents.value_rows.PADDED], tl.float32)
-    scale = 1.0
+    k_scale = 1.0
     if options.k_scale is not None:
-        scale = tl.load(options.k_scale)
+        k_scale = tl.load(options.k_scale)
     page = paging.page_ids(latents.table, i_s, first_tile * BK, BK)
     for j in range(first_tile, last_tile):
         row = j * BK
@@ -48,20 +48,21 @@ def attend(
         following = paging.page_ids(latents.table, i_s, row + BK, BK)
         o_k = row + tl.arange(0, BK)
         seen = (o_k >= low) & (o_k < high)
-        b_c = paging.load_rows(
-            latents.pages, latents.value_rows, latents.table, page, row, seen, BK
-        )
+        b_c = paging.load_rows(latents.key, latents.value_rows, latents.table, page, row, seen, BK)
         b_c = paging.widen(b_c, queries.tile)  # [BK, BL]
         b_r = paging.load_rows(rope, latents.rope_rows, latents.table, page, row, seen, BK)
         b_r = paging.widen(b_r, queries.tile)  # [BK, BR]
         # Two sums: if one product started from the other, Triton would give them layouts of their
         # own with a conversion between, and it makes such a start of a plain addition.
         x = tl.dot(queries.tile, tl.trans(b_c), input_precision=options.PRECISION)  # [BM, BK]
+        b_x = tl.dot(rope_queries.tile, tl.trans(b_r), input_precision=options.PRECISION)
+        if queries.scale is not None:
+            x *= queries.scale
+            b_x *= rope_queries.scale
         x = tl.where(seen[None, :], x, float("-inf"))
-        b_x = tl.dot(b_pe, tl.trans(b_r), input_precision=options.PRECISION)
         x += tl.where(seen[None, :], b_x, 0.0)
         if options.k_scale is not None:
-            x *= scale
+            x *= k_scale
         tile = mask.Tile(None, None, queries.position[:, None], o_k[None, :])
         x, _ = logits.logits(x, tile, None, queries.slope, options.scores, 0, 0)
         x = cached.hide(x, o_k, row, low, high, queries, options.left, BK, CAUSAL)
