@@ -53,9 +53,9 @@ def no_float8(name: str, dtype: Any, target: Target) -> str | None:
     if not kind.startswith("float8") or capability is None or is_amd(target):
         return None
     if kind.endswith("fnuz"):
-        return f"NVIDIA GPUs have no {kind}, the dtype of `{name}`"
+        return f"NVIDIA GPUs have no {kind}, the dtype of {name}"
     if kind == "float8_e4m3fn" and float(capability) < 8.9:
-        return f"needs compute capability 8.9 for {kind}, the dtype of `{name}`; got {capability}"
+        return f"needs compute capability 8.9 for {kind}, the dtype of {name}; got {capability}"
     return None
 
 

@@ -126,7 +126,9 @@ def device_requires(*names: str) -> Any:
     """Likewise, where it depends on the device."""
 
     def why_not(args: Any, target: Target) -> str | None:
-        reasons = (_launch.no_float8(name, getattr(args, name).dtype, target) for name in names)
+        reasons = (
+            _launch.no_float8(f"`{name}`", getattr(args, name).dtype, target) for name in names
+        )
         return next((reason for reason in reasons if reason is not None), None)
 
     return why_not

@@ -67,13 +67,15 @@ def shared_bytes(args: Any, cfg: Config, target: Target) -> int:
     return held + tiles * keys * narrow
 
 
-# (keys, warps, stages) by rows, best guess first; not measured. None of them spills registers on
-# sm_90 with latent vectors of 512, and two programs of 16 rows share a multiprocessor.
+# (keys, warps, stages) by rows, best guess first; not measured. The first of each spills no
+# registers on sm_90 with latent vectors of 512, and two programs of 16 rows share a multiprocessor.
 _GUESSES = {
     16: ((32, 4, 3), (64, 8, 3), (64, 4, 2), (32, 4, 2), (32, 4, 1), (16, 4, 1)),
     32: ((32, 8, 3), (64, 8, 2), (32, 8, 2), (32, 8, 1), (16, 8, 1)),
     64: ((64, 8, 2), (32, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1)),
 }
+# pages of 8 bits are widened in registers
+_NARROW_GUESSES = {16: ((32, 8, 3), (16, 4, 3), (32, 8, 2), (32, 8, 1), (16, 4, 1))}
 # with positions of several tokens, 64 x 64 pairs leave too few registers
 _PREFILL = {64: ((32, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1))}
 # float32 products run on the ordinary units, from registers
@@ -100,7 +102,9 @@ def _guesses(args: Any, rows: int, target: Target, prefills: bool) -> list[Confi
     elif _launch.is_amd(target):
         found = _AMD_GUESSES[rows]
     else:
-        found = _PREFILL.get(rows, _GUESSES[rows]) if prefills else _GUESSES[rows]
+        narrow = args.kv_pages.dtype.itemsize < args.q_nope.dtype.itemsize
+        special = _PREFILL if prefills else _NARROW_GUESSES if narrow else {}
+        found = special.get(rows, _GUESSES[rows])
     # two programs of 16 rows, or one of 64, run at once on a multiprocessor: two rounds
     filling = (4 if rows < 64 else 2) * (_device.multiprocessors(target.capability) or 132)
     made = [

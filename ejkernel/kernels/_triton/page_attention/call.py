@@ -125,8 +125,4 @@ def requires_dtypes(query: Any, cache: Any) -> str | None:
 
 def device_requires(cache: Any, target: Target) -> str | None:
     """What a device cannot do."""
-    capability = target.capability or ""
-    if cache.dtype.name == "float8_e4m3fn" and not _launch.is_amd(target):
-        if capability and float(capability) < 8.9:
-            return f"needs a compute capability of 8.9 for float8_e4m3fn; got {capability}"
-    return None
+    return _launch.no_float8("keys", cache.dtype, target)
