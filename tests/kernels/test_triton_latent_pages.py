@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +155,22 @@ def test_the_guard_sees_what_is_outside():
         assert read(3)["out"] == 1.0
         with pytest.raises(Exception, match="outside of every array"):
             jax.block_until_ready(read(4))
+
+
+@on_a_cpu
+@pytest.mark.slow
+def test_calls_for_a_memory_checker_read_inside_the_arrays():
+    file = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_memcheck.py"
+    spec = importlib.util.spec_from_file_location("gpu_memcheck", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    seen = set()
+    with guard.inside_arrays():
+        for name, op, given in module.serving_calls(jnp.float32):
+            for output in jax.tree.leaves(module.serve(op, given)):
+                assert np.isfinite(output).all(), (name, op)
+            seen.add(op)
+    assert len(seen) == 7
 
 
 def traced_configs(pick, heads, name, dtype="bfloat16", tokens=8):
