@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "cpu", reason="looks into the interpr
 SIZE, BLOCKS, PAGES = 4, 10, 24
 HEADS, GROUPS, D = 4, 2, 8
 OPS = ("page_attention", "ragged_page_attention", "ragged_decode_attention")
-LENS = (40, 21, 1)
+LENS = (40, 31, 1)
 
 
 def normal(seed, *shape):
@@ -33,7 +33,7 @@ def normal(seed, *shape):
 
 
 def values(op, heads=HEADS, groups=GROUPS, lens=LENS, **options):
-    """Arguments of a call with 40, 21 and 1 keys; the ragged ones have 12, 3 and 1 queries."""
+    """Arguments of a call with 40, 31 and 1 keys; the ragged ones have 12, 3 and 1 queries."""
     batch = len(lens)
     lens = jnp.asarray(lens, jnp.int32)
     tables = np.random.default_rng(0).permutation(PAGES - 4)[: 2 * BLOCKS] + 2
