@@ -57,9 +57,9 @@ def sizes(args: Any) -> Sizes:
     return Sizes(heads, groups, d, e, reach, wide, narrow)
 
 
-def row_tiles(of: Sizes, tokens: int = 1) -> packed.Tiles:
-    """The rows of decoding: as few as tensor cores take, with at most so many tokens."""
-    return packed.tiles(of.heads, of.key_heads, _LEAST_ROWS, tokens)
+def row_tiles(of: Sizes) -> packed.Tiles:
+    """The rows of one token, padded to as many as tensor cores take."""
+    return packed.tiles(of.heads, of.key_heads, _LEAST_ROWS, 1)
 
 
 def shared_bytes(of: Sizes, rows: int, cfg: Config, target: Target) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.callib import next_power_of_2
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._blocks import packed
 from ejkernel.kernels._triton.page_attention import config as decoding
@@ -14,11 +15,13 @@ from ejkernel.kernels._triton.page_attention import config as decoding
 class Config(_launch.LaunchConfig):
     """Rows (tokens times heads of a key head) and keys of a tile of prefill; and of decoding.
 
-    Sequences with few tokens are decoded, with the config that the last members make.
+    Sequences whose tokens fit into `decode_rows` are decoded, with the config that the last members
+    make.
     """
 
     block_q: int
     block_k: int
+    decode_rows: int = 16
     decode_block_k: int
     decode_warps: int = 4
     decode_stages: int = 2
@@ -26,7 +29,7 @@ class Config(_launch.LaunchConfig):
     split_keys: int = 256  # the least keys of a part
 
     def __post_init__(self) -> None:
-        _launch.check_blocks(self, "block_q", "block_k")
+        _launch.check_blocks(self, "block_q", "block_k", "decode_rows")
         super().__post_init__()
         for_decoding(self)  # checks them
 
@@ -51,9 +54,20 @@ def sizes(args: Any) -> decoding.Sizes:
     return decoding.Sizes(heads, double // 2, d, d, reach, wide, narrow)
 
 
-def decode_tiles(of: decoding.Sizes) -> packed.Tiles:
-    """Rows of sequences with few tokens: those that a tile of one token has anyway."""
-    return decoding.row_tiles(of, tokens=2**30)
+_MOST_DECODE_ROWS = 64
+
+
+def _decode_rows(args: Any) -> int:
+    """Rows for the mean number of tokens of a sequence, if that is small: drafts to be verified."""
+    count, (tokens, heads, _) = args.block_tables.shape[0], args.queries.shape
+    group = heads // max(args.kv_pages.shape[2] // 2, 1)
+    rows = max(next_power_of_2(-(-tokens // max(count, 1)) * group), 16)
+    return rows if rows <= _MOST_DECODE_ROWS else 16
+
+
+def decode_tiles(of: decoding.Sizes, rows: int) -> packed.Tiles:
+    """Rows of sequences with few tokens."""
+    return packed.tiles(of.heads, of.key_heads, rows, 2**30)
 
 
 def prefill_tiles(of: decoding.Sizes, cfg: Config) -> packed.Tiles:
@@ -84,7 +98,7 @@ def shared_bytes(of: decoding.Sizes, cfg: Config, target: Target) -> int:
     """An estimate of the shared memory of a program, of prefill or decoding."""
     rows = prefill_tiles(of, cfg).BLOCK
     prefill = decoding.Config(block_k=cfg.block_k, num_stages=cfg.num_stages)
-    few = decode_tiles(of).BLOCK
+    few = decode_tiles(of, cfg.decode_rows).BLOCK
     return max(
         decoding.shared_bytes(of, rows, prefill, target),
         decoding.shared_bytes(of, few, for_decoding(cfg), target),
@@ -93,13 +107,14 @@ def shared_bytes(of: decoding.Sizes, cfg: Config, target: Target) -> int:
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Each prefill with the best guess of decoding, and the best guess of prefill with each."""
-    of = sizes(args)
-    few = decoding.decoding(of, decode_tiles(of).BLOCK, target)
+    of, rows = sizes(args), _decode_rows(args)
+    few = decoding.decoding(of, decode_tiles(of, rows).BLOCK, target)
 
     def config(prefill: Sequence[int], decode: decoding.Config) -> Config:
         names = ("block_q", "block_k", "num_warps", "num_stages")
         return Config(
             **dict(zip(names, prefill, strict=True)),
+            decode_rows=rows,
             decode_block_k=decode.block_k,
             decode_warps=decode.num_warps,
             decode_stages=decode.num_stages,

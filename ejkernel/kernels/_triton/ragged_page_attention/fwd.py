@@ -60,7 +60,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         name: None if x is None else jnp.full(x.shape, 0.0 if name == "out" else -jnp.inf, x.dtype)
         for name, x in prepared.shapes().items()
     }
-    decoded = config.decode_tiles(of)
+    decoded = config.decode_tiles(of, cfg.decode_rows)
     if prepared.num_sequences:
         old, parts = decode.launch(prepared, decoded, few, old)
         if args.queries.shape[0] > decoded.TOKENS:
