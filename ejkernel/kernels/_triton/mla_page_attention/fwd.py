@@ -117,14 +117,15 @@ def _prepared(args: Any) -> call.Call:
     return call.prepare(view, args.q_nope, cache, sequences, count)
 
 
-def _launch(kernel: Any, of: call.Call, cfg: config.Config, old: dict[str, Any], **given: Any):
+def _launch(
+    kernel: Any, inputs: dict[str, Any], cfg: config.Config, old: dict[str, Any], **given: Any
+) -> dict[str, Any]:
     """Runs a kernel that writes into the arrays of `old`, if it has any."""
     kept, shapes = splits.arrays_and_shapes(old)
-    inputs, outputs = given.pop("inputs"), given.pop("outputs", {})
     return triton_call(
         kernel,
         inputs=inputs | {f"old_{name}": kept.get(name) for name in ("out", "lse")},
-        outputs=shapes | outputs,
+        outputs=shapes | given.pop("outputs", {}),
         aliases={name: f"old_{name}" for name in kept},
         **cfg.launch(),
         BK=cfg.block_k,
@@ -161,10 +162,9 @@ def _prefill(
     tiles = config.row_tiles(heads, cfg.block_q, num_tokens)
     return _launch(
         mla_prefill_kernel,
-        of,
+        of.inputs(tiles) | pe | {"num": of.num_sequences},
         cfg,
         old,
-        inputs=of.inputs(tiles) | pe | {"num": of.num_sequences},
         grid=((num_tokens // tiles.TOKENS + of.num_sequences) * tiles.HEAD_TILES,),
         SHORT=short,
     )
@@ -178,10 +178,9 @@ def _decode(
     num = splits.count(items, of.cache.room, cfg, of.num_splits)
     made = _launch(
         mla_decode_kernel,
-        of,
+        of.inputs(tiles) | pe,
         cfg,
         old if num == 1 else {},
-        inputs=of.inputs(tiles) | pe,
         outputs=splits.partial_shapes(items, num, tiles, of.final.WIDTH),
         grid=(items * num,),
         SPLITS=num,
