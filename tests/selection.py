@@ -27,6 +27,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_triton_latent_pages.py": ("mla_page_attention",),
     "tests/kernels/test_triton_paged_writes.py": _WRITERS,
     "tests/kernels/test_triton_serving.py": _PAGED,
+    "tests/kernels/test_triton_serving_config.py": _PAGED,
     "tests/kernels/test_triton_work.py": ("flash_attention",),
 }
 

@@ -134,6 +134,19 @@ def test_bad_tables_and_lengths_never_read_outside_the_arrays(op, reads):
 
 
 @pytest.mark.parametrize("op", ["page_attention", "ragged_page_attention"])
+@pytest.mark.parametrize("missing", ["blocks", "pages"])
+def test_without_a_table_or_a_page_there_is_nothing_to_read(op, missing, reads):
+    given = values(op, return_lse=True)
+    if missing == "blocks":
+        given["block_tables"] = given["block_tables"][:, :0]
+    else:
+        given |= {name: given[name][:0] for name in cache_of(given)}
+    out, lse = run(op, given)
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("op", ["page_attention", "ragged_page_attention"])
 def test_pages_that_nobody_sees_are_not_read(op, reads):
     """A window of 9 keys before the query, and lengths that end inside of tables."""
     given = values(op, sliding_window=9)

@@ -8,6 +8,7 @@ that are not paged, [b, s, g, d], are pages of s slots, one a sequence, without 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -35,6 +36,8 @@ class Rows(NamedTuple):
 
 def table(ids: Any, pages: int, size: int) -> Table:
     """The table of a call, whose ids are [sequences, blocks]."""
+    if not ids.shape[1]:  # kernels look up a page before they know that there is no key
+        ids = jnp.zeros((ids.shape[0], 1), jnp.int32)
     return Table(ids, ids.shape[1], pages, size)
 
 
