@@ -34,9 +34,9 @@ class Queries(NamedTuple):
     """The rows of a tile; vectors are [BM]."""
 
     tile: Any  # [BM, PADDED]
-    scale: Any  # [BM, 1], what products with keys are multiplied by; None: nothing
+    scale: Any  # [BM, 1], what products with keys of float8 are multiplied by
     position: Any
-    slope: Any  # of each row, or 0
+    slope: Any  # [BM, 1], or 0
     low: Any  # the first position
     high: Any  # one past the last
 
@@ -75,11 +75,11 @@ def load_queries(query, token, rows, position, stop, cache, options, tiles, widt
     o_d = tl.arange(0, width.PADDED)
     inside = rows.real[:, None] & (o_d < width.WIDTH)[None, :]
     tile = tl.load(query + row[:, None] * width.WIDTH + o_d[None, :], mask=inside, other=0.0)
-    scale = None
+    scale = tl.full([1, 1], 1.0, tl.float32)
     if (tile.dtype == tl.bfloat16) and cache.key.dtype.element_ty.is_fp8():
         # two elements of float8 take one instruction to float16, and four to bfloat16
         tile, scale = _in_float16(tile)
-    slope = 0.0
+    slope = tl.full([1, 1], 0.0, tl.float32)
     if options.scores.slopes is not None:
         slope = tl.load(options.scores.slopes + rows.head, mask=rows.real, other=0.0)
         slope = slope.to(tl.float32)[:, None]
@@ -106,8 +106,9 @@ def hide(x, o_k, row, low, high, queries, left, BK: tl.constexpr, CAUSAL: tl.con
     if inside == 0:
         seen = ((o_k >= low) & (o_k < high))[None, :]
         if CAUSAL:
-            limits = mask.Window(left, 0, None)
-            seen &= mask.inside_window(queries.position[:, None], o_k[None, :], limits)
+            seen = seen & (o_k[None, :] <= queries.position[:, None])
+            if left is not None:
+                seen = seen & (o_k[None, :] >= (queries.position - left)[:, None])
         x = tl.where(seen, x, float("-inf"))
     return x
 
@@ -131,9 +132,9 @@ def attend(
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, cache.value_rows.PADDED], tl.float32)
     scale = queries.scale
+    SCALED: tl.constexpr = key.dtype.element_ty.is_fp8() or (options.k_scale is not None)
     if options.k_scale is not None:
-        k_scale = tl.load(options.k_scale + i_g)
-        scale = k_scale if queries.scale is None else queries.scale * k_scale
+        scale *= tl.load(options.k_scale + i_g)
     # Pages are looked up one tile ahead. A look-up in the same iteration would be a level of the
     # compiler's pipeline of its own, and leave keys and values half of the stages.
     next_page = paging.page_ids(cache.table, i_s, first_tile * BK, BK)
@@ -146,10 +147,11 @@ def attend(
         b_k = paging.load_rows(key, cache.key_rows, cache.table, page, row, seen, BK)
         b_k = paging.widen(b_k, queries.tile)  # [BK, BD]
         x = tl.dot(queries.tile, tl.trans(b_k), input_precision=options.PRECISION)  # [BM, BK]
-        if scale is not None:
+        if SCALED:
             x *= scale
-        tile = mask.Tile(None, None, queries.position[:, None], o_k[None, :])
-        x, _ = logits.logits(x, tile, None, queries.slope, options.scores, 0, 0)
+        q_pos = queries.position[:, None]
+        tile = mask.Tile(q_pos, o_k[None, :], q_pos, o_k[None, :])
+        x, _ = logits.logits(x, tile, 0, queries.slope, options.scores, 0, 0)
         x = hide(x, o_k, row, low, high, queries, options.left, BK, CAUSAL)
         m, l, p, alpha = softmax.update(m, l, x, options.scores.FACTOR)
         b_v = paging.load_rows(value, cache.value_rows, cache.table, page, row, seen, BK)

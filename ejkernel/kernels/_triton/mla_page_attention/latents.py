@@ -56,15 +56,16 @@ def attend(
         # own with a conversion between, and it makes such a start of a plain addition.
         x = tl.dot(queries.tile, tl.trans(b_c), input_precision=options.PRECISION)  # [BM, BK]
         b_x = tl.dot(rope_queries.tile, tl.trans(b_r), input_precision=options.PRECISION)
-        if queries.scale is not None:
+        if latents.key.dtype.element_ty.is_fp8():
             x *= queries.scale
             b_x *= rope_queries.scale
         x = tl.where(seen[None, :], x, float("-inf"))
         x += tl.where(seen[None, :], b_x, 0.0)
         if options.k_scale is not None:
             x *= k_scale
-        tile = mask.Tile(None, None, queries.position[:, None], o_k[None, :])
-        x, _ = logits.logits(x, tile, None, queries.slope, options.scores, 0, 0)
+        q_pos = queries.position[:, None]
+        tile = mask.Tile(q_pos, o_k[None, :], q_pos, o_k[None, :])
+        x, _ = logits.logits(x, tile, 0, queries.slope, options.scores, 0, 0)
         x = cached.hide(x, o_k, row, low, high, queries, options.left, BK, CAUSAL)
         m, l, p, alpha = softmax.update(m, l, x, options.scores.FACTOR)
         acc = acc * alpha[:, None]
