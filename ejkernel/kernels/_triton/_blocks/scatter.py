@@ -1,8 +1,8 @@
 """Writes the rows of new tokens into pages, in place.
 
 A program copies some rows of one token, its keys and its values, to the slot of the token. A slot
-that is negative or beyond the pages writes nothing. Of two tokens with one slot either may win, each
-number for itself, as programs run in no order.
+that is negative or beyond the pages writes nothing. Of two tokens with one slot either may win,
+each number for itself, as programs run in no order.
 """
 
 from typing import Any, NamedTuple
