@@ -78,7 +78,7 @@ def shared_bytes(of: Sizes, rows: int, cfg: Config, target: Target) -> int:
 # up to 168 registers), and have up to 192 kB of keys and values under way.
 _GUESSES = {
     256: ((128, 4, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (32, 4, 1)),
-    512: ((64, 4, 3), (64, 4, 4), (128, 4, 2), (64, 4, 2), (128, 8, 3), (32, 4, 3), (32, 4, 1)),
+    512: ((64, 4, 3), (64, 4, 4), (32, 2, 4), (128, 4, 2), (64, 4, 2), (128, 8, 3), (32, 4, 1)),
     1024: ((32, 4, 3), (64, 8, 2), (32, 4, 2), (32, 4, 1)),
 }
 # float32 products run on the ordinary units, from registers
