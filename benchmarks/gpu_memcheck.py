@@ -1,18 +1,22 @@
-"""Small calls of the Triton attention kernels, forward and backward, for a memory checker.
+"""Small calls of the Triton kernels, forward and backward, for a memory checker.
 
 compute-sanitizer --tool memcheck python benchmarks/gpu_memcheck.py
 
-Sizes that no block divides, all options and gradients, ids and positions that are given, blocks
-that are computed again because padding holds nan, and calls that a vmap folds into one grid.
+Attention: sizes that no block divides, all options and gradients, ids and positions that are given,
+blocks that are computed again because padding holds nan, and calls that a vmap folds into one grid.
+Serving: tables with ids of no page, lengths beyond tables, and slots beyond the cache.
 """
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel import modules
 from ejkernel.modules import flash_attention
 from ejkernel.types import MaskInfo
 
 B, T, S, H, G, D = 2, 70, 93, 4, 2, 40
+# pages, their size, blocks of a table, sequences, tokens, latent and rope sizes
+P, W, M, N, TOKENS, L, R = 11, 12, 9, 4, 41, 72, 24
 
 
 def calls():
@@ -84,13 +88,69 @@ def run(name, options, dtype):
     return gradients(inputs, wanted)
 
 
+def serving_calls(dtype):
+    """Names, ops and arguments of calls over pages, of which some tables and lengths are bad."""
+    drawn = iter(range(100))
+
+    def normal(*shape, kind=dtype):
+        return jax.random.normal(jax.random.key(next(drawn)), shape, jnp.float32).astype(kind)
+
+    good = jnp.arange(N * M, dtype=jnp.int32).reshape(N, M) % P
+    bad = jnp.resize(jnp.array([2**31 - 1, -(2**31), P, -1, 2**30], jnp.int32), (N, M))
+    lens = jnp.array([W * M, 0, 17, 61], jnp.int32)
+    far = jnp.array([2**31 - 1, -5, W * M + 1, 10**6], jnp.int32)
+    starts = jnp.array([0, 1, 2, 20, TOKENS - 2], jnp.int32)
+    wild = jnp.array([-7, 30, 5, 2**30, 2**31 - 1], jnp.int32)
+    slots = jnp.array([0, P * W - 1, P * W, -1, 2**31 - 1, -(2**31), 5, 7], jnp.int32)
+    for name, tables, context, begins in (
+        ("good", good, lens, starts),
+        ("bad ids", bad, lens, starts),
+        ("bad lengths", bad, far, wild),
+    ):
+        packed = {
+            "query_start_loc": begins,
+            "num_seqs": jnp.array(7 if name == "bad lengths" else N),
+        }
+        ids = {"context_lens": context, "block_tables": tables, "sliding_window": 50}
+        caches = {"key_cache": normal(P, G, W, D), "value_cache": normal(P, G, W, D - 16)}
+        yield name, "page_attention", {"query": normal(N, H, D)} | caches | ids
+        pages = {"queries": normal(TOKENS, H, D), "kv_pages": normal(P, W, 2 * G, D)}
+        yield name, "ragged_page_attention", pages | ids | packed
+        latents = {"q_nope": normal(TOKENS, H, L), "q_pe": normal(TOKENS, H, R)}
+        latents |= {"kv_pages": normal(P, W, L + R), "softmax_scale": 0.1}
+        yield name, "mla_page_attention", latents | ids | packed
+        rows = {"key": normal(N, S, G, D), "value": normal(N, S, G, D - 16)}
+        ends = {"sequence_start": context - 40, "sequence_end": context}
+        yield name, "ragged_decode_attention", {"query": normal(N, H, D)} | rows | ends
+    n = len(slots)
+    caches = {"key_cache": normal(P, G, W, D), "value_cache": normal(P, G, W, D - 16)}
+    new = {"keys": normal(n, G, D), "values": normal(n, G, D - 16), "slot_mapping": slots}
+    yield "slots", "update_paged_cache", caches | new
+    new = {"keys": normal(n, G, D), "values": normal(n, G, D), "slot_mapping": slots}
+    yield "slots", "update_kv_pages", {"kv_pages": normal(P, W, 2 * G, D)} | new
+    new = {"latents": normal(n, L), "ropes": normal(n, R), "slot_mapping": slots}
+    yield "slots", "update_latent_pages", {"kv_pages": normal(P, W, L + R)} | new
+
+
+def serve(op, values):
+    """The outputs of a call, whose arrays are traced."""
+    fixed = {n: x for n, x in values.items() if not isinstance(x, jax.Array)}
+    arrays = {n: x for n, x in values.items() if n not in fixed}
+    call = lambda arrays: getattr(modules, op)(**arrays, **fixed, platform="triton")
+    return jax.jit(call)(arrays)
+
+
 def main():
     made = [(*call, jnp.bfloat16) for call in calls()]
     made += [(*call, jnp.float32) for call in list(calls())[2:]]
     for name, options, dtype in made:
         for gradient in jax.tree.leaves(run(name, options, dtype)):
             assert bool(jnp.isfinite(gradient).all()), (name, dtype)
-    print(f"{len(made)} calls")
+    served = [call for dtype in (jnp.bfloat16, jnp.float32) for call in serving_calls(dtype)]
+    for name, op, values in served:
+        for output in jax.tree.leaves(serve(op, values)):
+            assert bool(jnp.isfinite(output.astype(jnp.float32)).all()), (name, op)
+    print(f"{len(made) + len(served)} calls")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ line. At the end every answer is computed again without a cache, and must be the
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections import deque
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import ejkernel
 from ejkernel.modules import flash_attention, ragged_page_attention_v3
 from ejkernel.ops import policy_override
 
@@ -92,12 +94,18 @@ def finish_layer(layer: Params, x: jax.Array, attended: jax.Array) -> jax.Array:
 
 
 def decode_step(
-    params: Params, caches: list[jax.Array], tokens: jax.Array, last: jax.Array, *batch: jax.Array
+    platform: str,
+    params: Params,
+    caches: list[jax.Array],
+    tokens: jax.Array,
+    last: jax.Array,
+    *batch: jax.Array,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Caches with the step's tokens, and the next token of every slot."""
     x, kept = params["embed"][tokens], []
     for layer, cache in zip(params["layers"], caches, strict=True):
-        attended, cache = ragged_page_attention_v3(*project(layer, x), cache, *batch)
+        qkv = project(layer, x)
+        attended, cache = ragged_page_attention_v3(*qkv, cache, *batch, platform=platform)
         x = finish_layer(layer, x, attended)
         kept.append(cache)
     return kept, jnp.argmax(norm(x[last]) @ params["head"], axis=-1)
@@ -126,14 +134,17 @@ def recompute(params: Params, request: Request) -> list[int]:
 class Server:
     """Admits requests while pages last, and runs all that are admitted in every step."""
 
-    def __init__(self, params: Params, requests: Sequence[Request], pages: int):
+    def __init__(
+        self, params: Params, requests: Sequence[Request], pages: int, platform: str = "auto"
+    ):
         self.params, self.waiting, self.running = params, deque(requests), []
         self.done: list[Request] = []
         self.pool, self.steps, self.written, self.most = Pool(pages), 0, 0, 0
         shape = (pages, PAGE, 2 * KV_HEADS, HEAD_DIM)
         # what nobody has written may be anything
         self.caches = [jnp.full(shape, jnp.nan) for _ in range(LAYERS)]
-        self.step_fn = jax.jit(decode_step, donate_argnums=1)
+        self.platform = platform
+        self.step_fn = jax.jit(functools.partial(decode_step, platform), donate_argnums=1)
 
     def admit(self) -> None:
         """First come, first served; a request gets all its pages at once, so none gets stuck."""
@@ -165,6 +176,15 @@ class Server:
         distribution = np.array([decoding, decoding, len(share)], np.int32)
         last = np.maximum(starts[1:] - 1, 0)
         return share, [tokens, last, lens, tables, starts, distribution]
+
+    def explain(self) -> Any:
+        """Which kernel attends in every step, and why."""
+        _, (_, _, *batch) = self.batch()
+        heads = (HEADS, KV_HEADS, KV_HEADS)
+        qkv = [jax.ShapeDtypeStruct((TOKENS, n, HEAD_DIM), jnp.float32) for n in heads]
+        return ejkernel.explain(
+            ragged_page_attention_v3, *qkv, self.caches[0], *batch, platform=self.platform
+        )
 
     def step(self) -> None:
         self.admit()
@@ -217,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pages", type=int, default=14, help="pages of the pool")
     parser.add_argument("--steps", type=int, default=10_000, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--platform", default="auto", help="such as triton or xla")
     chosen = parser.parse_args(argv)
     if not 1 <= chosen.tokens < BLOCKS * PAGE or chosen.pages < BLOCKS:
         parser.error(f"--tokens must be in [1, {BLOCKS * PAGE}), --pages at least {BLOCKS}")
@@ -224,7 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = make_params(chosen.seed)
     requests = make_requests(chosen.requests, chosen.tokens, chosen.seed)
     with policy_override(autotune=False):  # small calls, not worth measuring
-        server = Server(params, requests, chosen.pages)
+        server = Server(params, requests, chosen.pages, chosen.platform)
+        found = server.explain()
+        if found.forward.entry is None:
+            parser.error(f"--platform {chosen.platform}: {found.forward.problem}")
+        print(f"{found.op} runs {found.forward.entry} on {found.device}")
         begin = time.monotonic()
         while (server.waiting or server.running) and server.steps < chosen.steps:
             server.step()

@@ -7,6 +7,8 @@ import re
 import numpy as np
 import pytest
 
+from ejkernel import _settings
+
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
@@ -21,11 +23,19 @@ def serve():
 def test_serving_equals_recomputation(serve, capsys):
     assert serve.main(["--requests", "5", "--tokens", "6", "--pages", "8"]) == 0
     text = capsys.readouterr().out
+    assert re.search(r"ragged_page_attention_v3 runs \w+/\w+ on \w+", text)
     assert "5 of 5 answers equal full recomputation" in text
     assert re.search(r"tokens/s  pages +0/8  running 0  waiting +0  done +5", text)
     given, most = re.search(r"(\d+) pages given out of 8, at most (\d+) at once", text).groups()
     assert int(given) > 8  # pages were used again
     assert 1 < int(most) <= 8
+
+
+@pytest.mark.slow
+def test_serving_runs_the_platform_that_is_asked_for(serve, capsys):
+    with _settings.override(interpret=True):
+        assert serve.main("--requests 2 --tokens 2 --pages 8 --platform triton".split()) == 0
+    assert "ragged_page_attention_v3 runs triton/gpu on" in capsys.readouterr().out
 
 
 def test_serving_stops_when_told(serve, capsys):
@@ -47,6 +57,9 @@ def test_a_broken_cache_is_noticed(serve):
 
 
 def test_impossible_settings_are_refused(serve, capsys):
+    with pytest.raises(SystemExit):
+        serve.main(["--platform", "cuda"])
+    assert "--platform cuda: " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         serve.main(["--pages", "2"])
     assert "--pages at least 8" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ejkernel.bench._results import OURS, Document, Row, Verdict
-from ejkernel.bench._workloads import AUTO, BEST, Bar, Workload
+from ejkernel.bench._workloads import AUTO, BEST, CEILING, TFLOPS, Bar, Workload
 
 Again = Callable[[Sequence[str]], dict[str, list[float]]]
 
@@ -16,9 +16,14 @@ def within(row: Row, workload: Workload, again: Again | None = None) -> None:
     What misses its bar is measured once more, in pairs, where `again` can do that.
     """
     for bar in _of_mode(workload, row):
-        if bar.workload:
+        if bar.workload or bar.beside == CEILING:
             continue
         of, beside = _measured(row, bar.of), _measured(row, bar.beside)
+        if bar.beside == TFLOPS:
+            rate = None if of is None or not row.flops else row.flops / of.median / 1e9
+            ratio = None if rate is None else rate / bar.least
+            row.bars.append(Verdict(bar.of, f"{bar.least:g} {TFLOPS}", 1.0, ratio))
+            continue
         if not bar.beside:
             limit = None if of is None or of.median is None else bar.least / max(of.median, 1e-9)
             row.bars.append(Verdict(bar.of, f"{bar.least:g} {row.unit}", 1.0, limit))
@@ -30,8 +35,12 @@ def within(row: Row, workload: Workload, again: Again | None = None) -> None:
 
 
 def across(document: Document, workload: Workload, row: Row) -> None:
-    """Adds the verdicts that compare rates of a program in two rows."""
+    """Adds the verdicts that need the rates of a row: beside its ceiling, or those of another."""
     for bar in _of_mode(workload, row):
+        if bar.beside == CEILING:
+            of = _measured(row, bar.of)
+            row.bars.append(Verdict(bar.of, CEILING, bar.least, None if of is None else of.share))
+            continue
         if not bar.workload:
             continue
         found = [r for r in document.rows if (r.op, r.mode) == (row.op, row.mode)]

@@ -200,6 +200,28 @@ def carried(call: Call) -> dict[str, str]:
     return written | dict(call.workload.carried)
 
 
+def looped(call: Call, fn: Callable[[dict[str, Any]], Any], repeats: int) -> Callable[[], Any]:
+    """A compiled function that makes so many forward calls one after another.
+
+    The first array of a call goes through a barrier with the outputs of the call before, so that
+    the compiler neither drops a call nor takes it out of the loop.
+    """
+    name = next(iter(call.traced))
+    one = lambda traced: fn({**call.static, **traced})
+
+    @jax.jit
+    def program(traced: dict[str, Any]) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            first, _ = carry
+            return jax.lax.optimization_barrier((first, one(traced | {name: first})))
+
+        made = jax.eval_shape(one, traced)
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+        return jax.lax.fori_loop(0, repeats, step, (traced[name], start))[1]
+
+    return lambda: program(call.traced)
+
+
 def in_place(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable[[], Any]:
     """As `pure`; arguments that may be overwritten are those of the call before, donated."""
     names = kernel_registry.spec(call.op).outputs(call.args)

@@ -15,6 +15,7 @@ _START = (
     "import sys, runpy; folder, worker = sys.argv[1:3]; sys.path.insert(0, folder); "
     "sys.argv = [worker, *sys.argv[1:]]; runpy.run_path(worker, run_name='__main__')"
 )
+_LENGTHS = ("context_lens", "query_start_loc", "num_seqs")
 
 
 class Public:
@@ -38,7 +39,10 @@ class Public:
         """Compiles its programs for a call; why each failed, or "" for those that can be timed."""
         shapes = {n: [list(x.shape), str(x.dtype)] for n, x in call.args.arrays().items()}
         statics = {n: v for n, v in call.static.items() if isinstance(v, int | float | str | None)}
+        # lengths and starts matter to the time of a call; tables are drawn anew
+        known = {n: call.args.arrays()[n].tolist() for n in _LENGTHS if n in shapes}
         request = {"op": call.op, "mode": mode, "arrays": shapes, "static": statics}
+        request |= {"known": known, "repeats": call.workload.repeats}
         answer = self._ask(request)
         return answer.get("programs") or {"public": answer.get("error", "no answer")}
 

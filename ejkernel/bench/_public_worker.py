@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-OPS = ("flash_attention", "page_attention", "gla", "mean_pooling", "native_sparse_attention")
+OPS = (
+    *("flash_attention", "page_attention", "ragged_page_attention"),
+    *("gla", "mean_pooling", "native_sparse_attention"),
+)
 
 
 def load_timer(path: str) -> Any:
@@ -27,17 +30,16 @@ def load_timer(path: str) -> Any:
     return module
 
 
-def inputs(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Random numbers of these shapes; lengths are full and tables a permutation."""
+def inputs(arrays: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Random numbers of these shapes, unless they are known; tables are a permutation."""
     import jax
     import jax.numpy as jnp
 
     made = {}
     keys = jax.random.split(jax.random.key(0), max(len(arrays), 1))
     for key, (name, (shape, dtype)) in zip(keys, arrays.items(), strict=False):
-        if name == "context_lens":
-            blocks, size = arrays["block_tables"][0][1], arrays["key_cache"][0][2]
-            made[name] = jnp.full(shape, blocks * size, dtype)
+        if name in known:
+            made[name] = jnp.asarray(known[name], dtype)
         elif name == "block_tables":
             count = shape[0] * shape[1]
             made[name] = jax.random.permutation(key, count).reshape(shape).astype(dtype)
@@ -83,6 +85,8 @@ def other_programs(op: str, static: dict[str, Any], arrays: Any) -> dict[str, Ca
                 page_attention(query, key_cache, value_cache, context_lens, block_tables, **options)
             )
         }
+    if op == "ragged_page_attention":
+        return {"public": _public_ragged, "public unified": _public_unified}
     if op == "gla":
         from ejkernel.kernels._triton.gla import recurrent_gla
 
@@ -101,6 +105,52 @@ def other_programs(op: str, static: dict[str, Any], arrays: Any) -> dict[str, Ca
     }
 
 
+def looped(fn: Callable[..., Any], values: dict[str, Any], repeats: int) -> Callable[[], Any]:
+    """So many calls in one program; the first array waits for the call before."""
+    import jax
+    import jax.numpy as jnp
+
+    name = next(iter(values))
+
+    @jax.jit
+    def program(values: dict[str, Any]) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            first, _ = carry
+            return jax.lax.optimization_barrier((first, fn(**values | {name: first})))
+
+        made = jax.eval_shape(lambda values: fn(**values), values)
+        start = jnp.zeros(made.shape, made.dtype)
+        return jax.lax.fori_loop(0, repeats, step, (values[name], start))[1]
+
+    return lambda: program(values)
+
+
+def split_pages(values: dict[str, Any]) -> dict[str, Any]:
+    """Keys and values of interleaved pages as two arrays."""
+    pages = values["kv_pages"]
+    return values | {"kv_pages": (pages[:, :, 0::2].copy(), pages[:, :, 1::2].copy())}
+
+
+def _public_ragged(
+    queries: Any, kv_pages: Any, context_lens: Any, block_tables: Any, query_start_loc: Any,
+    num_seqs: Any,
+) -> Any:  # fmt: skip
+    from ejkernel.kernels._triton.ragged_page_attention_v2 import ragged_page_attention_v2
+
+    ids = (context_lens, block_tables, query_start_loc)
+    return ragged_page_attention_v2(queries, kv_pages, *ids, num_seqs)
+
+
+def _public_unified(
+    queries: Any, kv_pages: Any, context_lens: Any, block_tables: Any, query_start_loc: Any,
+    num_seqs: Any,
+) -> Any:  # fmt: skip
+    """Its kernel for keys and values in two arrays; see `split_pages`."""
+    from ejkernel.kernels._triton.unified_attention import unified_attention
+
+    return unified_attention(queries, *kv_pages, context_lens, block_tables, query_start_loc)
+
+
 class Worker:
     """Holds the programs of the last request."""
 
@@ -114,7 +164,8 @@ class Worker:
             version = getattr(ejkernel, "__version__", "unknown")
             return {"version": version, "ops": OPS, "file": ejkernel.__file__}
         if "time" in request:
-            return {"ms": self.timer.measure(self.runs[request["time"]], num_iters=2).median}
+            run, repeats = self.runs[request["time"]]
+            return {"ms": self.timer.measure(run, num_iters=2).median / repeats}
         return {"programs": self.prepare(request)}
 
     def prepare(self, request: dict[str, Any]) -> dict[str, str]:
@@ -127,24 +178,30 @@ class Worker:
             made = flash_programs(static, arrays["query"][0][-1])
         else:
             made = other_programs(op, static, arrays)
-        values, said = inputs(arrays), {}
+        values, said = inputs(arrays, request["known"]), {}
         for name, fn in made.items():
             try:
-                run = self.program(fn, values, request["mode"])
-                jax.block_until_ready(run())
+                own = split_pages(values) if fn is _public_unified else values
+                run = self.program(fn, own, request["mode"], request["repeats"])
+                jax.block_until_ready(run[0]())
             except Exception as error:  # noqa: BLE001 - another library's failure is a result
                 said[name] = f"{type(error).__name__}: {str(error)[:200]}"
             else:
                 self.runs[name], said[name] = run, ""
         return said
 
-    def program(self, fn: Any, values: dict[str, Any], mode: str) -> Callable[[], Any]:
+    def program(
+        self, fn: Any, values: dict[str, Any], mode: str, repeats: int
+    ) -> tuple[Callable[[], Any], int]:
+        """A compiled program, and how many calls it makes."""
         import jax
         import jax.numpy as jnp
 
+        if mode == "fwd" and repeats > 1:
+            return looped(fn, values, repeats), repeats
         if mode == "fwd":
             forward = jax.jit(lambda values: fn(**values))
-            return lambda: forward(values)
+            return (lambda: forward(values)), 1
         floats = [n for n, x in values.items() if jnp.issubdtype(x.dtype, jnp.floating)]
         cotangent = jnp.ones_like(jax.eval_shape(lambda: fn(**values)))
 
@@ -154,7 +211,7 @@ class Worker:
             out, pull = jax.vjp(lambda some: fn(**{**values, **some}), point)
             return out, pull(cotangent)
 
-        return lambda: both(values, cotangent)
+        return (lambda: both(values, cotangent)), 1
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ class RowInTheMaking:
     wrong: dict[str, str | None]
     programs: list[Program] = dataclasses.field(default_factory=list)
     runs: dict[str, Run] = dataclasses.field(default_factory=dict)
+    repeats: dict[str, int] = dataclasses.field(default_factory=dict)  # calls in a run, if many
     expected: Any = None
     auto: str = ""
 
@@ -44,7 +45,7 @@ class RowInTheMaking:
         self._add_public()
         if workload.quantity == TIME:
             self._say("timing")
-            self._fill(self.run.rounds(self.runs))
+            self._fill(self._rounds(self.runs))
         flops, size = call.work(self.mode)
         row = Row(
             op=call.op,
@@ -58,9 +59,14 @@ class RowInTheMaking:
             bytes=size,
             auto=self.auto,
         )
-        again = lambda names: self.run.rounds({n: self.runs[n] for n in names}, _MORE_ROUNDS)
+        again = lambda names: self._rounds({n: self.runs[n] for n in names}, _MORE_ROUNDS)
         _bars.within(row, workload, again if workload.quantity == TIME else None)
         return row
+
+    def _rounds(self, runs: dict[str, Run], times_as_many: int = 1) -> dict[str, list[float]]:
+        """Milliseconds of one call."""
+        times = self.run.rounds(runs, times_as_many)
+        return {n: [t / self.repeats.get(n, 1) for t in some] for n, some in times.items()}
 
     def _say(self, what: str) -> None:
         workload = self.call.workload
@@ -160,9 +166,12 @@ class RowInTheMaking:
             record = next(p for p in self.programs if p.name == name)
             record.median = _eager(self.call, fn, run)
             return None
+        repeats = self.call.workload.repeats
         written = kernel_registry.spec(self.call.op).written
         if written or (peer is None and self.call.workload.carried):
             run = _programs.in_place(self.call, fn, self.mode)
+        elif repeats > 1 and self.mode == FWD:
+            run, self.repeats[name] = _programs.looped(call, fn, repeats), repeats
         self.runs[name] = run
         return None
 

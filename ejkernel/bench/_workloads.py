@@ -9,6 +9,9 @@ from typing import Any
 FWD, BOTH = "fwd", "fwd+bwd"
 MODES = (FWD, BOTH)
 AUTO, BEST = "auto", "the best of ours"
+# What a bar compares a program with, besides other programs: the matrix product or the copy that
+# bounds its row, and a rate.
+CEILING, TFLOPS = "its ceiling", "TFLOP/s"
 # What a workload measures: time; temporary bytes that XLA reports, without running anything; or
 # microseconds that an eager call costs over the same jitted call.
 TIME, MEMORY, EAGER = "ms", "bytes", "us"
@@ -20,7 +23,8 @@ class Bar:
 
     With `workload`, `of` itself is compared: its rate here must be at least `least` times its rate
     in the other workload of the same op. Without a second program (`beside` is ""), `of` takes at
-    most `least` in the unit of the row.
+    most `least` in the unit of the row. `beside=CEILING`: its rate is at least this share of the
+    ceiling that was measured in the same run. `beside=TFLOPS`: it reaches at least so many.
     """
 
     least: float
@@ -73,6 +77,9 @@ class Workload:
     devices: int = 1  # that the workload needs
     # arguments that our programs donate, each with the output that is the next call's argument
     carried: tuple[tuple[str, str], ...] = ()
+    # Forward calls in one compiled loop, where one call takes less than the host needs to start
+    # it; results are for one call.
+    repeats: int = 1
 
 
 def find(

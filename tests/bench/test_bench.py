@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import pathlib
 import runpy
@@ -11,6 +12,7 @@ import sys
 import types
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import pytest
 
@@ -28,6 +30,7 @@ from ejkernel.bench import (
 )
 from ejkernel.bench._public import Public
 from ejkernel.bench._results import OURS, Program, Row
+from ejkernel.bench._workloads import CEILING, TFLOPS
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._specs import (
     _work_attention,
@@ -119,13 +122,31 @@ def test_a_kernel_of_ours_that_is_wrong_has_no_number(tmp_path, capsys):
     assert "xla/any@1: wrong: out" in capsys.readouterr().err
 
 
+def test_calls_in_a_loop_are_all_made_and_timed_as_one():
+    counted = []
+
+    def counting(values):
+        out = means(values)
+        return jax.experimental.io_callback(
+            lambda x: (counted.append(1), x)[1], jax.ShapeDtypeStruct(out.shape, out.dtype), out
+        )
+
+    call = _programs.Call.of(workload())
+    expected = _programs.pure(call, means, "fwd")()
+    assert jnp.allclose(_programs.looped(call, counting, 5)(), expected)
+    assert len(counted) == 5
+    (row,) = measure(workload(RIGHT, repeats=3)).rows
+    assert row.program("right").median > 0
+    assert row.program("xla/any").median > 0
+
+
 def test_an_op_that_writes_into_its_arguments_is_measured_in_place():
     spec = kernel_registry.spec("update_paged_cache")
     case = next(c for c in spec.cases() if c.name == "plain")
     made = Workload("update_paged_cache", "plain", case.values, modes=("fwd",))
     call = _programs.Call.of(made)
     before = {name: jnp.array(call.values[name]) for name in spec.written}
-    (entry,) = kernel_registry.list("update_paged_cache")
+    entry = harness.find_entry("update_paged_cache", "xla/any")
     run = _programs.in_place(call, _programs.of_entry(call, entry, "fwd").fn, "fwd")
     first, second = run(), run()
     assert first["key_cache"].is_deleted() or first is not second
@@ -181,7 +202,7 @@ def small_calls():
     return {
         "flash_attention": (_work_attention.qkv, (*qkv, window)),
         "page_attention": (_work_paged.page, page),
-        "ragged_decode_attention": (_work_paged._decode, page[:5]),
+        "ragged_decode_attention": (_work_paged.decode, page[:5]),
         "ragged_page_attention": (_work_paged.ragged, steps),
         "gla": (_work_linear.gated, (1, 7, 2, 4, ("g",), {})),
         "lightning_attention": (_work_linear.gated, (1, 7, 2, 4, (), _work_linear._LAYER)),
@@ -318,6 +339,33 @@ def test_the_public_package_is_timed_in_a_process_without_ours(tmp_path):
     assert row.program("public").kind == "peer"
 
 
+PUBLIC_PAGED = """
+import jax.numpy as jnp
+def ragged_page_attention_v2(queries, kv_pages, lens, tables, starts, num_seqs):
+    assert int(kv_pages.shape[2]) == 4 and lens.shape == (3,) and num_seqs.shape == (1,)
+    return queries * starts[1]
+def unified_attention(queries, key, value, lens, tables, starts):
+    assert key.shape == value.shape and key.shape[2] == 2
+    return queries + lens[0]
+"""
+
+
+def test_the_public_package_serves_mixed_batches_in_a_loop(tmp_path):
+    package = tmp_path / "ejkernel" / "kernels" / "_triton"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").write_text("")
+    for name in ("ragged_page_attention_v2", "unified_attention"):
+        (package / f"{name}.py").write_text(PUBLIC_PAGED)
+    made = functools.partial(_work_paged.ragged, steps=(1, 1, 5), s=16, h=4, g=2, d=8, size=4)
+    options = dataclasses.replace(QUICK, public=str(tmp_path))
+    mixed = Workload("ragged_page_attention", "m", made, modes=("fwd",), peers=(), repeats=3)
+    (row,) = measure(mixed, options=options).rows
+    for name in ("public", "public unified"):
+        assert row.program(name).failed == ""
+        assert row.program(name).median > 0
+
+
 def test_a_folder_without_the_public_package_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no package `ejkernel`"):
         Public(str(tmp_path))
@@ -356,6 +404,24 @@ def test_auto_is_compared_with_the_best_of_ours_and_a_missing_peer_breaks_nothin
     _bars.within(made, workload(bars=(Bar(0.98, "the best of ours"), Bar(1.0, "not here"))))
     assert [v.ratio for v in made.bars] == [0.5, None]
     assert [v.kept for v in made.bars] == [False, True]
+
+
+def test_a_bar_may_ask_for_a_share_of_the_ceiling_or_for_a_rate():
+    made = row({"xla/any": 2.0}, flops=300 * 10**9, bytes=10**9)
+    bars = (Bar(0.5, CEILING), Bar(100.0, TFLOPS), Bar(200.0, TFLOPS), Bar(0.5, CEILING, of="x/y"))
+    _bars.within(made, workload(bars=bars))
+    assert [(v.beside, v.ratio) for v in made.bars] == [("100 TFLOP/s", 1.5), ("200 TFLOP/s", 0.75)]
+    document = _results.new([made])
+    document.ceilings = [_results.Ceiling("copy", "float32", 2000.0, "GB/s")]
+    made.bound = "memory"
+    _results.fill_rates(document)
+    _bars.across(document, workload(bars=bars), made)
+    assert made.bars[2].ratio == 0.25  # 500 GB/s of 2000
+    assert made.bars[3].ratio is None
+    assert [line.rpartition(": ")[2] for line in _bars.missed(document)] == [
+        "auto is 0.75 times as fast as 200 TFLOP/s, at least 1 is promised",
+        "auto is 0.25 times as fast as its ceiling, at least 0.5 is promised",
+    ]
 
 
 def test_an_option_may_cost_only_so_much_of_the_rate_of_another_row():
@@ -473,6 +539,37 @@ def test_committed_workloads_load():
     counts = json.loads(done.stdout)
     assert len(counts) >= 11
     assert all(counts)
+
+
+@pytest.fixture(scope="module")
+def serving():
+    """The calls of `benchmarks/gpu_serving.py`, 64 times smaller."""
+    spec = importlib.util.spec_from_file_location("serving", ROOT / "benchmarks" / "gpu_serving.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.workloads(scale=64)
+
+
+def test_calls_of_serving_are_those_that_bars_are_for(serving):
+    names = {(made.op, made.name) for made in serving}
+    assert len(names) == len(serving)
+    for made in serving:
+        call = _programs.Call.of(made)
+        flops, size = call.work("fwd")
+        assert flops > 0
+        assert size > 0
+        for bar in made.bars:
+            assert bar.of == "triton/gpu"
+            assert not bar.workload or (made.op, bar.workload) in names
+
+
+@pytest.mark.slow
+def test_calls_of_serving_run_on_a_cpu(serving):
+    document = measure(*{made.op: made for made in serving}.values())  # one of each op
+    assert len(document.rows) == 4
+    for row in document.rows:
+        assert row.program("xla/any").median > 0, row.workload
+        assert [p.failed for p in row.programs if p.failed] == []
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ _PAGE = (
 )
 
 
-def _decode(dtype: Any, key: jax.Array, b: int, s: int, h: int, g: int, d: int) -> dict[str, Any]:
+def decode(dtype: Any, key: jax.Array, b: int, s: int, h: int, g: int, d: int) -> dict[str, Any]:
     shapes = {"query": (b, h, d), "key": (b, s, g, d), "value": (b, s, g, d)}
     made = _work.normals(dtype, key, shapes)
     ends = {"sequence_start": jnp.zeros(b, jnp.int32), "sequence_end": jnp.full(b, s, jnp.int32)}
@@ -274,7 +274,7 @@ def _updates(caches: Any, tokens: Any) -> Any:
 
 
 page_attention = _spec.Work(_page_flops, _page_traffic, _work.table(page, _PAGE))
-ragged_decode_attention = _spec.Work(_decode_flops, _decode_traffic, _work.table(_decode, _DECODE))
+ragged_decode_attention = _spec.Work(_decode_flops, _decode_traffic, _work.table(decode, _DECODE))
 ragged_page_attention = _spec.Work(_ragged_flops, _ragged_traffic, _work.table(ragged, _RAGGED))
 ragged_page_attention_v3 = _spec.Work(_ragged_flops, _v3_traffic, _work.table(_v3, _RAGGED))
 mla_page_attention = _spec.Work(_latent_flops, _latent_traffic, _work.table(latent_pages, _LATENT))

@@ -52,6 +52,18 @@ def is_amd(target: Target) -> bool:
     return target.capability is not None and target.capability.startswith("gfx")
 
 
+def no_float8(name: str, dtype: Any, target: Target) -> str | None:
+    """Why a device cannot hold an argument of an 8-bit float; None if it can, or is unknown."""
+    kind, capability = str(dtype), target.capability
+    if not kind.startswith("float8") or capability is None or is_amd(target):
+        return None
+    if kind.endswith("fnuz"):
+        return f"NVIDIA GPUs have no {kind}, the dtype of {name}"
+    if kind == "float8_e4m3fn" and float(capability) < 8.9:
+        return f"needs compute capability 8.9 for {kind}, the dtype of {name}; got {capability}"
+    return None
+
+
 def shared_limit(target: Target) -> int:
     """Bytes of shared memory that a program may use on a device."""
     asked = _settings.current().triton_smem_limit

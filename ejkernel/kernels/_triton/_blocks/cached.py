@@ -96,7 +96,7 @@ def visible_keys(queries, first, last, left):
 
 
 @triton.jit
-def _hide(x, o_k, row, low, high, queries, left, BK: tl.constexpr, CAUSAL: tl.constexpr):
+def hide(x, o_k, row, low, high, queries, left, BK: tl.constexpr, CAUSAL: tl.constexpr):
     """Scores [BM, BK] with -inf for hidden pairs. Not CAUSAL: all rows have one position."""
     inside = (row >= low) & (row + BK <= high)
     if CAUSAL:
@@ -152,7 +152,7 @@ def attend(
         q_pos = queries.position[:, None]
         tile = mask.Tile(q_pos, o_k[None, :], q_pos, o_k[None, :])
         x, _ = logits.logits(x, tile, 0, queries.slope, options.scores, 0, 0)
-        x = _hide(x, o_k, row, low, high, queries, options.left, BK, CAUSAL)
+        x = hide(x, o_k, row, low, high, queries, options.left, BK, CAUSAL)
         m, l, p, alpha = softmax.update(m, l, x, options.scores.FACTOR)
         b_v = paging.load_rows(value, cache.value_rows, cache.table, page, row, seen, BK)
         b_v = paging.widen(b_v, queries.tile)  # [BK, BE]

@@ -108,20 +108,21 @@ def _scores(args: Any, dtype: Any) -> logits.Scores:
 
 def requires(query: Any, cache: Any, value_width: int) -> str | None:
     """What kernels over cached keys cannot do."""
+    d = query.shape[-1]
+    if not (1 <= d <= _MOST and 1 <= value_width <= _MOST):
+        return f"needs head sizes from 1 to {_MOST}; got {d} and {value_width}"
+    return requires_dtypes(query, cache)
+
+
+def requires_dtypes(query: Any, cache: Any) -> str | None:
+    """Which dtypes they cannot take."""
     if query.dtype.name not in _FLOATS:
         return f"needs bfloat16, float16 or float32; got {query.dtype}"
     if cache.dtype != query.dtype and cache.dtype.name not in _NARROW:
         return f"needs keys of the queries' dtype or one of {', '.join(_NARROW)}; got {cache.dtype}"
-    d = query.shape[-1]
-    if not (1 <= d <= _MOST and 1 <= value_width <= _MOST):
-        return f"needs head sizes from 1 to {_MOST}; got {d} and {value_width}"
     return None
 
 
 def device_requires(cache: Any, target: Target) -> str | None:
     """What a device cannot do."""
-    capability = target.capability or ""
-    if cache.dtype.name == "float8_e4m3fn" and not _launch.is_amd(target):
-        if capability and float(capability) < 8.9:
-            return f"needs a compute capability of 8.9 for float8_e4m3fn; got {capability}"
-    return None
+    return _launch.no_float8("keys", cache.dtype, target)
