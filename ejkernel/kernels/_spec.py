@@ -259,7 +259,7 @@ class OpSpec:
 
     def residual_shapes(self, args: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What forward kernels of a call hand to backward kernels, by name, in order."""
-        if self.lowers_to is not None:
+        if self.lowers_to is not None and not self.residuals:
             return self.lowers_to.base.residual_shapes(self.lowers_to.shapes(args))
         shapes = ((r, r.shape(args)) for r in self.residuals)
         return {

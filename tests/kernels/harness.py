@@ -112,6 +112,11 @@ def interpreted(entry: Any) -> bool:
     return entry.backend not in here and entry.platform in ("triton", "pallas")
 
 
+def computes_first(entry: Any) -> bool:
+    """Whether an entry of a derived op computes arrays of the base, and their gradients back."""
+    return entry.base is not None and bool(kernel_registry.spec(entry.op).lowers_to.made)
+
+
 def marks(entry: Any, quick: bool = True) -> list[Any]:
     """The device that an entry needs; what is not quick is left out where it is interpreted."""
     if entry.backend in ("any", BACKEND):

@@ -353,6 +353,7 @@ def sort_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
             refused[implementation.name] = reason
     if not able:
         raise refusal(inv, refused)
+    able.sort(key=lambda implementation: implementation.defers(inv.call))
     return able, refused
 
 

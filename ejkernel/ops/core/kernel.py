@@ -53,6 +53,8 @@ class Implementation:
     # "rule": through `backward`; "jax": JAX differentiates `forward`
     derivative: str = "rule"
     portable: bool = False  # runs on every device
+    # whether others come first for a call that nobody has measured
+    defers: Callable[[Any], bool] = lambda args: False
 
 
 @dataclasses.dataclass(frozen=True)
