@@ -214,6 +214,10 @@ class Kernel(Generic[Cfg, Out]):
         """Axes of the arrays, for splitting a call over devices; None leaves that to JAX."""
         return None
 
+    def residual_axes(self, args: Any) -> Sequence[tuple[str, ...]] | None:
+        """Axes of what forward keeps for backward; None when somebody does not tell."""
+        return None
+
     def derivative_parts(self, args: Any, choice: Any) -> dict[str, Any]:
         """The op's share of its derivative rule (see `autodiff.Rule`), for a choice."""
         count = sum(map(is_array, jax.tree.leaves(args.call()[0])))
