@@ -102,27 +102,29 @@ class Cut:
         return made
 
     def _fits(self, mesh: Mesh, main: str, over: tuple[str, ...]) -> bool:
-        parts = self.pieces(main)
-        return self.usable(main) and all(
-            (used := self._share(mesh, over, count)) == over or (used is not None and axis != main)
-            for axis, count in parts.items()
-        )
+        """Whether every array can be cut so, or shared where it has fewer pieces than devices."""
+        if not self.usable(main):
+            return False
+        whole = {main}  # what no two devices may share: they would hold parts of it
+        if not self.summed:
+            whole.update(axis for axes in self.results for axis in axes)
+        cuts = {axis: _cutting(mesh, over, count) for axis, count in self.pieces(main).items()}
+        return all(c is not None and (c == over or a not in whole) for a, c in cuts.items())
 
-    @staticmethod
-    def _share(mesh: Mesh, over: tuple[str, ...], pieces: int) -> tuple[str, ...] | None:
-        """The mesh axes that cut so many pieces; None if they cannot.
+    def shared(self, mesh: Mesh, split: Split, axes: Axes) -> list[tuple[int, str, int, int]]:
+        """Where an array has fewer pieces than devices: (dimension, axis, pieces, pieces here).
 
-        Where there are fewer key heads than devices, neighbours share one: the first mesh axes cut
-        the keys to single heads, and the others leave them whole.
+        Such as keys of 2 heads on 8 devices that each have their own query heads.
         """
-        count = 1
-        for i, name in enumerate(over):
-            if count == pieces:
-                return over[:i]
-            count *= mesh.shape[name]
-            if pieces % count:
-                return None
-        return over
+        found = []
+        for dim, axis in enumerate(axes):
+            over = split.get(self.main(axis) or "", ())
+            pieces = self.pieces(self.main(axis) or "").get(axis, 1)
+            cuts = _cutting(mesh, over, pieces) or ()
+            here = pieces // math.prod(mesh.shape[name] for name in cuts)
+            if cuts != over and here > 1:
+                found.append((dim, axis, pieces, here))
+        return found
 
     def spec(self, mesh: Mesh, split: Split, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """Of one array; an axis of one element is the same everywhere."""
@@ -130,7 +132,7 @@ class Cut:
         for axis, size in zip(axes, shape, strict=True):
             main = self.main(axis)
             over = None if main is None or size == 1 else split.get(main)
-            parts.append(over and self._share(mesh, over, size // self.units.get(axis, 1)))
+            parts.append(over and _cutting(mesh, over, size // self.units.get(axis, 1)))
         return PartitionSpec(*(part or None for part in parts))
 
     def specs(self, mesh: Mesh, split: Split) -> list[PartitionSpec]:
@@ -243,9 +245,16 @@ def _bind(cut: Cut, body: Body, arrays: Sequence[jax.Array]) -> tuple[jax.Array,
         of_operands, of_results = placed(mesh, specs)
 
         def local(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            outs = body(operands[:count], _offsets(cut, mesh, split))
+            given = zip(operands[:count], cut.operands, strict=True)
+            outs = body(
+                [_own(x, cut, mesh, split, axes) for x, axes in given],
+                _offsets(cut, mesh, split),
+            )
             if cut.summed:
-                outs = [_sum(x, split, spec) for x, spec in zip(outs, specs[count:], strict=True)]
+                made = zip(outs, cut.results, specs[count:], strict=True)
+                outs = [
+                    _sum(_at_home(x, cut, mesh, split, axes), split, spec) for x, axes, spec in made
+                ]
             return tuple(outs)
 
         return mesh, local, of_results, of_operands
@@ -273,6 +282,50 @@ def _offsets(cut: Cut, mesh: Mesh, split: Split) -> dict[str, jax.Array]:
             count = math.prod(mesh.shape[name] for name in over)
             offsets[main] = jax.lax.axis_index(over) * (size // count)
     return offsets
+
+
+def _own(x: jax.Array, cut: Cut, mesh: Mesh, split: Split, axes: Axes) -> jax.Array:
+    """Of an array that devices share, the piece that this device needs."""
+    for dim, axis, pieces, here in cut.shared(mesh, split, axes):
+        if x.shape[dim] > 1:  # and does not broadcast
+            size = x.shape[dim] // here
+            start = _piece(cut, mesh, split, axis, pieces) % here * size
+            x = jax.lax.dynamic_slice_in_dim(x, start, size, dim)
+    return x
+
+
+def _at_home(x: jax.Array, cut: Cut, mesh: Mesh, split: Split, axes: Axes) -> jax.Array:
+    """A gradient of a piece as one of the whole; zeros elsewhere."""
+    for dim, axis, pieces, here in cut.shared(mesh, split, axes):
+        shape = list(x.shape)
+        shape[dim] *= here
+        start = _piece(cut, mesh, split, axis, pieces) % here * x.shape[dim]
+        zeros = jnp.zeros(shape, x.dtype)
+        x = jax.lax.dynamic_update_slice_in_dim(zeros, x, start, dim)
+    return x
+
+
+def _piece(cut: Cut, mesh: Mesh, split: Split, axis: str, pieces: int) -> jax.Array:
+    """Which piece of a shared array this device needs."""
+    over = split[cut.main(axis) or ""]
+    count = math.prod(mesh.shape[name] for name in over)
+    return jax.lax.axis_index(over) // (count // pieces)
+
+
+def _cutting(mesh: Mesh, over: tuple[str, ...], pieces: int) -> tuple[str, ...] | None:
+    """The first of some mesh axes, as many as cut an array of so many pieces.
+
+    None if devices would need more than one piece, or parts of one.
+    """
+    count = math.prod(mesh.shape[name] for name in over)
+    if not pieces or (count % pieces and pieces % count):
+        return None
+    cut = 1
+    for i, name in enumerate(over):
+        cut *= mesh.shape[name]
+        if pieces % cut:
+            return over[:i]
+    return over
 
 
 def _sum(x: jax.Array, split: Split, spec: PartitionSpec) -> jax.Array:
