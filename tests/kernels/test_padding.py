@@ -34,6 +34,7 @@ def rows():
             for number, case in enumerate(kernel_registry.spec(op).padded):
                 slow = harness.interpreted(entry)
                 quick = entry.base is None and (number == 0 or slow)
+                quick &= not (slow and harness.is_schedule(entry))
                 quick |= harness.computes_first(entry) and number == 0 and not slow
                 late = [] if quick else [pytest.mark.slow]
                 yield pytest.param(op, entry.name, case, marks=[*harness.marks(entry), *late])
