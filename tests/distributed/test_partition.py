@@ -88,7 +88,12 @@ FREE = {
 }  # nothing moves but sums of gradients
 
 
-@pytest.mark.parametrize("name", SPLITS)
+QUICKLY = ("both", "shared_key_heads", "tokens")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICKLY else pytest.mark.slow) for n in SPLITS]
+)
 def test_values_and_gradients(name):
     options = host.to_jax(OPTIONS.get(name, {}))
     xs = arrays(groups=1 if name == "one_key_head" else 2)
@@ -115,7 +120,7 @@ def test_values_and_gradients(name):
         assert actual[0][0].sharding.is_equivalent_to(placed["query"].sharding, 4)
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, 0)])
+@pytest.mark.parametrize("axes", [(0, 0, 0), pytest.param((1, None, 0), marks=pytest.mark.slow)])
 def test_vmap_adds_an_axis_that_may_be_split(axes):
     lanes = 2
     xs = [arrays(batch=2)[n] for n in QKV]
@@ -141,6 +146,27 @@ def test_vmap_adds_an_axis_that_may_be_split(axes):
     if None not in axes:  # lanes and rows are all that is split
         assert not gathered(through, *placed)
     assert lanes == placed[0].shape[axes[0]]
+
+
+@pytest.mark.slow
+def test_checkpoints_inside_a_loop():
+    xs = {n: arrays(groups=4, t=12)[n][..., :8] for n in QKV}
+    made = partitioned.kernel_of("flash_attention")
+    through = lambda **xs: partitioned.call(made, "flash_attention", xs, causal=True)[0]
+
+    def gradients(attend, xs):
+        @jax.checkpoint
+        def layer(query, _):
+            return query + attend(query=query, key=xs["key"], value=xs["value"]), None
+
+        return (jax.lax.scan(layer, xs["query"], length=2)[0] ** 2).sum()
+
+    program = jax.jit(jax.grad(functools.partial(gradients, through)), compiler_options=QUICK)
+    plain = functools.partial(flash_attention, causal=True)
+    expected = jax.jit(jax.grad(functools.partial(gradients, plain)), compiler_options=QUICK)(xs)
+    placed = place(xs, dict.fromkeys(QKV, BOTH))
+    assert_close(program(placed), expected)
+    assert not gathered(program, placed)
 
 
 def test_a_latent_is_shared_by_the_heads_that_devices_split():
@@ -208,7 +234,14 @@ def divisible(op, mesh):
     return None
 
 
-@pytest.mark.parametrize("op", kernel_registry.ops())
+def marked():
+    """Ops; `make test` looks at those that have kernels for GPUs."""
+    for op in kernel_registry.ops():
+        late = not any(entry.backend == "gpu" for entry in kernel_registry.list(op))
+        yield pytest.param(op, marks=[pytest.mark.slow] if late else [])
+
+
+@pytest.mark.parametrize("op", list(marked()))
 def test_every_op_inherits_the_rule(op):
     mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     if op == "ring_attention":

@@ -322,7 +322,9 @@ def dense_cudnn(monkeypatch):
     return next(entry for entry in found if entry.name == "cudnn/gpu")
 
 
-@pytest.mark.parametrize(("devices", "layout"), [(2, "contiguous"), (4, "zigzag")])
+@pytest.mark.parametrize(
+    ("devices", "layout"), [pytest.param(2, "contiguous", marks=pytest.mark.slow), (4, "zigzag")]
+)
 def test_cudnns_attention_inside_a_ring(dense_cudnn, devices, layout):
     spec, xs = kernel_registry.spec("ring_attention"), {n: arrays()[n] for n in QKV}
 

@@ -24,8 +24,11 @@ Run = Callable[..., Any]
 def spread(inv: Invocation, made: Implementation, run: Run, instead: Run | None) -> Run:
     """`run` for any number of devices; `instead` stands in where it can run on one alone."""
     kind = None if inv.target is None else inv.target.kind
-    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)  # a shard_map has cut the arrays
-    if made.portable or made.derivative != "rule" or inside:
+    mesh = jax.sharding.get_abstract_mesh()
+    cut = bool(mesh.manual_axes)  # a shard_map has
+    # for a mesh without devices, a program with a rule is not lowered
+    alone = not mesh.empty and mesh.size == 1
+    if made.portable or made.derivative != "rule" or cut or alone:
         return run
     if kind == "gpu":
         return _partitioned(inv, run)
