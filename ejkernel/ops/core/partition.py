@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.core.sharding import Axes, Layout, axis_names
@@ -231,7 +232,8 @@ def _bind(cut: Cut, body: Body, arrays: Sequence[jax.Array]) -> tuple[jax.Array,
     @custom_partitioning
     def whole(*operands: jax.Array) -> tuple[jax.Array, ...]:
         given, constants = operands[:count], operands[count:]
-        return tuple(jax.core.eval_jaxpr(traced.jaxpr, constants, *given))
+        closed = ClosedJaxpr(traced.jaxpr, constants)
+        return tuple(jaxpr_as_fun(closed)(*given))
 
     def placed(mesh: Mesh, specs: Sequence[PartitionSpec]) -> tuple[Any, Any]:
         """Shardings of operands and results."""
