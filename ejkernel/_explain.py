@@ -300,12 +300,13 @@ def _sorted_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
     for entry in entries:
         if entry.name not in names:
             refused[entry.name] = f"not asked for (platform={inv.platform!r})"
+    able.sort(key=lambda implementation: implementation.defers(inv.call))
     return able, refused
 
 
 def _lowers_to(kernel: Kernel) -> str:
     lowering = kernel.spec.lowers_to if isinstance(kernel, _op_kernel.OpKernel) else None
-    return "" if lowering is None else ", then ".join(lowering.ops())
+    return "" if lowering is None or lowering.beside else ", then ".join(lowering.ops())
 
 
 def _missing(inv: Invocation) -> dict[str, str]:

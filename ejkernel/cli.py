@@ -230,7 +230,8 @@ def _list(arguments: argparse.Namespace) -> int:
         absent = [(str(p), kernel_registry.missing(op, p)) for p in Platform if p not in there]
         _say()
         if (lowering := kernel_registry.spec(op).lowers_to) is not None:
-            _say(f"{op} lowers to {', then '.join(lowering.ops())}\n")
+            also = ", or runs kernels of its own" if lowering.beside else ""
+            _say(f"{op} lowers to {', then '.join(lowering.ops())}{also}\n")
         _table(("not here", "why"), absent)
     return 0
 

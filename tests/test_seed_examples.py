@@ -685,7 +685,7 @@ def registry_restored():
     before = kernel_registry.list()
     yield
     for entry in kernel_registry.list():
-        if entry not in before:
+        if entry not in before and entry.base is None:
             kernel_registry.unregister(entry)
 
 

@@ -33,7 +33,9 @@ class Lowering:
     """How the calls of a derived op become calls of its base.
 
     Arrays that have gradients reach the base unchanged, at most under another name (`renamed`, from
-    the derived op's name to the base's). A lowering with a step before the base has no backward.
+    the derived op's name to the base's), or are what arrays of the base are computed from (`made`,
+    by the base's name); `pull` then brings gradients back. A lowering with a step before the base
+    has no backward.
     """
 
     base: OpSpec
@@ -44,14 +46,28 @@ class Lowering:
     outputs: Callable[[Any, tuple[jax.Array, ...]], tuple[jax.Array, ...]] = lambda args, outputs: (
         outputs
     )
+    made: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    # (arguments of the derived op, gradients of arrays in `made`, wanted names) -> gradients of
+    # those that are computed with
+    pull: Callable[[Any, dict[str, jax.Array], frozenset[str]], dict[str, jax.Array]] | None = None
+    # kernels of the derived op itself are rivals of the base's, and take the place of none
+    beside: bool = False
+    # whether other kernels are the better guess for a call that nobody has measured
+    defers: Callable[[Any], bool] = lambda args: False
 
     def shapes(self, args: Any) -> Any:
         """The arguments of the base without data; `args` may hold shapes instead of arrays."""
         return jax.eval_shape(self.rewrite, args)
 
     def names(self, names: frozenset[str]) -> frozenset[str]:
-        """Names of arrays in the base."""
-        return frozenset(self.renamed.get(name, name) for name in names)
+        """Names of the arrays in the base that depend on some arrays of the derived op."""
+        made = {name for name, parts in self.made.items() if names.intersection(parts)}
+        return frozenset(made | {self.renamed.get(name, name) for name in names - self.parts})
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The arrays of the derived op that arrays of the base are computed from."""
+        return frozenset(name for parts in self.made.values() for name in parts)
 
     def formula(self) -> Callable[[Any], tuple[jax.Array, ...]]:
         """The base's differentiable formula, for arguments of the derived op."""
@@ -74,8 +90,8 @@ def keyed_by(spec: OpSpec, entries: Sequence[KernelEntry]) -> Lowering | None:
 
 
 @functools.cache
-def derive(spec: OpSpec, base: KernelEntry) -> KernelEntry:
-    """A kernel of the base as a kernel of the derived op `spec`."""
+def derive(spec: OpSpec, base: KernelEntry, lowered: int = 0) -> KernelEntry:
+    """A kernel of the base as a kernel of the derived op `spec`, its priority lowered."""
     lowering = spec.lowers_to
     assert lowering is not None
     shapes = lowering.shapes
@@ -90,7 +106,12 @@ def derive(spec: OpSpec, base: KernelEntry) -> KernelEntry:
         assert base.backward is not None
         there, asked = lowering.rewrite(args), lowering.names(wanted)
         found = base.backward(there, cfg, outputs, residuals, cotangents, asked)
-        return {name: found[lowering.renamed.get(name, name)] for name in wanted}
+        same = wanted - lowering.parts
+        grads = {name: found[lowering.renamed.get(name, name)] for name in same}
+        if lowering.pull is not None:
+            of_made = {name: found[name] for name in lowering.made if name in asked}
+            grads |= lowering.pull(args, of_made, wanted - same)
+        return grads
 
     def requires(args: Any) -> str | None:
         reason = base.why_not(shapes(args))
@@ -101,28 +122,39 @@ def derive(spec: OpSpec, base: KernelEntry) -> KernelEntry:
     return dataclasses.replace(
         base,
         op=spec.name,
+        priority=base.priority - lowered,
         fn=forward,
         honours=_honours(spec, lowering, base),
         requires=requires,
         backward=None if base.backward is None or lowering.before is not None else backward,
         backward_requires=lambda args: base.backward_requires(shapes(args)),
         device_requires=lambda args, target: base.device_requires(shapes(args), target),
-        config=None if base.config is None else _Config(base.config, shapes),
+        config=None if base.config is None else _Config(base.config, lowering),
         base=base,
+        defers=lowering.defers,
     )
 
 
 class _Config:
     """The tuning knowledge of a base's kernel, asked about calls of the derived op."""
 
-    def __init__(self, config: Any, shapes: Callable[[Any], Any]):
-        self._config, self._shapes = config, shapes
+    def __init__(self, config: Any, lowering: Lowering):
+        self._config, self._lowering = config, lowering
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._config, name)
         if name not in _TAKES_A_CALL:
             return found
-        return lambda args, *rest: found(self._shapes(args), *rest)
+        shapes = self._lowering.shapes
+        if name == "memory":
+            return lambda args, *rest: found(shapes(args), *rest) + self._made_bytes(args)
+        return lambda args, *rest: found(shapes(args), *rest)
+
+    def _made_bytes(self, args: Any) -> int:
+        """Bytes of the base's arrays that a call computes first."""
+        arrays = self._lowering.shapes(args).arrays()
+        made = (arrays[name] for name in self._lowering.made)
+        return sum(x.size * x.dtype.itemsize for x in made)
 
 
 def _honours(spec: OpSpec, lowering: Lowering, base: KernelEntry) -> frozenset[str] | None:

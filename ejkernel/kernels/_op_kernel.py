@@ -173,6 +173,9 @@ class OpKernel(Kernel):
     def layout(self, args: Any) -> Layout | None:
         return self.spec.layout(args)
 
+    def residual_axes(self, args: Any) -> Sequence[tuple[str, ...]] | None:
+        return self.spec.residual_axes(args)
+
     def derivative_parts(self, args: Any, choice: Choice) -> dict[str, Any]:
         spec = self.spec
         return {

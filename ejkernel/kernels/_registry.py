@@ -46,6 +46,8 @@ class KernelEntry:
     version: int
     derivative: str
     base: "KernelEntry | None" = None  # of a derived op: the kernel of the base that it runs
+    # whether others come first for a call that nobody has measured
+    defers: Callable[[Any], bool] = lambda args: False
 
     @property
     def name(self) -> str:
@@ -164,6 +166,7 @@ class KernelEntry:
             misfit=functools.partial(self.misfit, target=target),
             derivative=self.derivative,
             portable=self.backend == Backend.ANY,
+            defers=self.defers,
         )
 
 
@@ -243,7 +246,8 @@ class KernelRegistry:
     def _add(self, entry: KernelEntry, replace: bool) -> None:
         same = [e for e in self._entries.get(entry.op, ()) if e.name == entry.name]
         lowering = self.spec(entry.op).lowers_to
-        of_base = [] if lowering is None else self.list(lowering.base.name)
+        rivals = lowering is None or lowering.beside
+        of_base = [] if rivals else self.list(lowering.base.name)
         through = any(e.name == entry.name for e in of_base)
         if (same or through) and not replace:
             raise ValueError(
@@ -293,6 +297,8 @@ class KernelRegistry:
 
         taken, of_base = {entry.name for entry in own}, self._entries_of(lowering.base.name, load)
         through = [_derived.derive(self.spec(op), e) for e in of_base if e.name not in taken]
+        if lowering.beside:  # behind those of the op itself
+            through += [_derived.derive(self.spec(op), e, 1) for e in of_base if e.name in taken]
         return sorted([*own, *through], key=_rank)
 
     def for_target(

@@ -184,6 +184,8 @@ class Residual:
     meaning: str
     shape: Callable[[Any], tuple[int, ...] | None]  # of a call; None: the call has no such array
     dtype: Callable[[Any], Any] = wide_dtype
+    # names of its axes, as in `output_axes`; empty: nobody tells, and no program may cut it
+    axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -259,7 +261,7 @@ class OpSpec:
 
     def residual_shapes(self, args: Any) -> dict[str, jax.ShapeDtypeStruct]:
         """What forward kernels of a call hand to backward kernels, by name, in order."""
-        if self.lowers_to is not None:
+        if self.lowers_to is not None and not self.residuals:
             return self.lowers_to.base.residual_shapes(self.lowers_to.shapes(args))
         shapes = ((r, r.shape(args)) for r in self.residuals)
         return {
@@ -267,6 +269,16 @@ class OpSpec:
             for r, shape in shapes
             if shape is not None
         }
+
+    def residual_axes(self, args: Any) -> list[tuple[str, ...]] | None:
+        """Axes of the same; None if somebody does not tell."""
+        if self.lowers_to is not None and not self.residuals:
+            return self.lowers_to.base.residual_axes(self.lowers_to.shapes(args))
+        found = [(r.axes, shape) for r in self.residuals if (shape := r.shape(args)) is not None]
+        if not all(axes for axes, _ in found):
+            return None
+        # one that a call does without is empty, and has no axes
+        return [a if len(a) == len(shape) else ("",) * len(shape) for a, shape in found]
 
     def check_values(self, values: dict[str, Any], debug: bool) -> None:
         """Refuses bad values: known ones now; with `debug`, traced ones when the program runs."""

@@ -26,7 +26,9 @@ def table(op: str) -> str:
     lines = []
     if spec.lowers_to is not None:
         steps = ", then ".join(f"[`{name}`]({name}.md)" for name in spec.lowers_to.ops())
-        lines += [f"Calls become calls of {steps}, whose kernels and tuned rows serve them.", ""]
+        also = ", or run a kernel of this op itself" if spec.lowers_to.beside else ""
+        rows = "kernels" if also else "kernels and tuned rows"
+        lines += [f"Calls become calls of {steps}, whose {rows} serve them{also}.", ""]
     if optional:
         names = [f"`{entry.name}`" for entry in entries]
         lines += [_row("optional argument", *names), "|---" * (len(names) + 1) + "|"]

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _settings
+from ejkernel.callib import _pallas
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
+from ejkernel.kernels._cudnn.flash_attention import private
 from ejkernel.kernels._ring import gather, schedule
 from ejkernel.modules import flash_attention, from_zigzag, ring_attention, to_zigzag
 from tests import host
@@ -195,6 +198,174 @@ def test_tritons_attention_inside_a_ring(name):
     expected = answers(whole, given, wanted, **static)
     with _settings.override(interpret=True):
         assert_same(answers(split, given, wanted, **static, platform="triton"), expected)
+
+
+# A TPU's kernels in a ring: JAX's interpreter that watches memory waits for all devices wherever a
+# kernel runs, and a ring skips pairs that other devices compute. The plain one takes no arrays that
+# differ over a mesh by their type, so `check_vma` is off.
+ON_TPU = {
+    "contiguous": (2, {"causal": True}),
+    "zigzag_segments_window": (
+        2,
+        {"causal": True, "layout": "zigzag", "sliding_window": 9, "q_segment_ids": segments()},
+    ),
+    "ulysses": (2, {"causal": True, "strategy": "ulysses", "logits_soft_cap": 4.0}),
+    "allgather": (2, {"causal": True, "strategy": "allgather", "layout": "zigzag"}),
+    "four_devices": (4, {"causal": False, "layout": "zigzag"}),
+}
+
+
+def local_answers(devices, options, platform, xs):
+    """Outputs and gradients from inside a shard_map of the user's; sinks are those of all."""
+    options = {"strategy": "ring", "layout": "contiguous"} | options
+    zigzag, tokens = options["layout"] == "zigzag", dict.fromkeys((*QKV, "q_segment_ids"), 1)
+    order = lambda f, xs: {
+        n: f(x, devices, tokens[n]) if zigzag and n in tokens else x for n, x in xs.items()
+    }
+    ids = options.pop("q_segment_ids", None)
+    xs = order(to_zigzag, xs | ({} if ids is None else {"q_segment_ids": ids}))
+    specs = {n: RING if n in tokens else P() for n in xs}
+
+    def local(xs):
+        rest = {n: x for n, x in xs.items() if n == "q_segment_ids"}
+
+        def loss(given):
+            out = ring_attention(**given, **rest, **options, platform=platform)
+            return (out**2).sum(), out
+
+        given = {n: x for n, x in xs.items() if n not in rest}
+        (_, out), grads = jax.value_and_grad(loss, has_aux=True)(given)
+        grads["softmax_aux"] = jax.lax.psum(grads["softmax_aux"], "ring")
+        return {"query": out}, grads
+
+    out_specs = ({"query": RING}, {n: s for n, s in specs.items() if n != "q_segment_ids"})
+    mapped = jax.shard_map(
+        local, mesh=make_mesh(devices), in_specs=(specs,), out_specs=out_specs, check_vma=False
+    )
+    outs, grads = jax.jit(mapped, compiler_options=QUICK)(xs)
+    found = order(from_zigzag, grads)
+    return {"out": order(from_zigzag, outs)["query"]} | {f"d{n}": x for n, x in found.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "contiguous" else pytest.mark.slow) for n in ON_TPU],
+)
+def test_a_tpus_attention_inside_a_ring(name):
+    devices, options = host.to_jax(ON_TPU[name])
+    wanted = (*QKV, "softmax_aux")
+    xs = {n: arrays()[n] for n in wanted}
+    ids = {n: x for n, x in options.items() if n == "q_segment_ids"}
+    static = {n: x for n, x in options.items() if n not in ("strategy", "layout", *ids)}
+    expected = answers(whole, xs | ids, wanted, **static)
+    with _settings.override(interpret=True):
+        assert_same(local_answers(devices, options, "pallas", xs), expected)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+def test_a_ring_of_four_tpus_compiles(layout):
+    pytest.importorskip("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    mesh = Mesh(np.array(devices), ("ring",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, RING))
+
+    def loss(*xs):
+        options = {"strategy": "ring", "layout": layout, "platform": "pallas", "mesh": mesh}
+        return ring_attention(*xs, causal=True, **options).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh), _pallas.compile_for_tpu():
+        program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile().as_text()
+    assert "collective-permute" in program
+    assert "all-gather" not in program
+    # one kernel forward and two backward, of pairs on the diagonal and of whole ones, at the first
+    # step, in the loop, and at the last step
+    assert program.count('custom_call_target="tpu_custom_call"') >= 6
+
+
+# cuDNN, which only a GPU has: the schedule around a stand-in for its two primitives
+
+
+@pytest.fixture
+def dense_cudnn(monkeypatch):
+    def attend(xs, options):
+        q, k, v = xs[:3]
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        x = jnp.einsum("bthd,bshd->bhts", q, k) * options["scale"]
+        if options["mask_type"] == private.library().MaskType.CAUSAL:
+            assert q.shape[1] == k.shape[1]
+            x = jnp.where(np.tri(q.shape[1], dtype=bool), x, -jnp.inf)
+        return x, v
+
+    def forward(xs, options):
+        x, v = attend(xs, options)
+        return jnp.einsum("bhts,bshe->bthe", jax.nn.softmax(x, -1), v), jax.nn.logsumexp(x, -1)
+
+    def backward(xs, lse, out, dout, options):
+        # weights by the lse that is given, as cuDNN makes them
+        stop = jax.lax.stop_gradient
+
+        def parts(q, k, v):
+            # the values in the scores' part are constants
+            x, wide = attend((q, k, v), options)
+            weights = stop(jnp.exp(x - lse[..., None]))
+            delta = (out * dout).sum(-1).transpose(0, 2, 1)[..., None]
+            dots = stop(jnp.einsum("bthe,bshe->bhts", dout, wide) - delta)
+            seen = jnp.where(weights > 0, x, 0.0)
+            made = jnp.einsum("bhts,bshe->bthe", weights, wide)
+            return (weights * dots * seen).sum() + (made * dout).sum()
+
+        return jax.grad(parts, (0, 1, 2))(*xs[:3])
+
+    monkeypatch.setattr(private, "forward", forward)
+    monkeypatch.setattr(private, "backward", backward)
+    found = kernel_registry.list("ring_attention", "cudnn")
+    return next(entry for entry in found if entry.name == "cudnn/gpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"), [pytest.param(2, "contiguous", marks=pytest.mark.slow), (4, "zigzag")]
+)
+def test_cudnns_attention_inside_a_ring(dense_cudnn, devices, layout):
+    spec, xs = kernel_registry.spec("ring_attention"), {n: arrays()[n] for n in QKV}
+
+    def local(*blocks):
+        given = dict(zip(QKV, blocks, strict=True)) | {"layout": layout, "strategy": "ring"}
+        args = spec.canonicalize(spec.complete(given | {"causal": True}))
+        assert "needs bfloat16 or float16" in dense_cudnn.why_not(args)  # and nothing before it
+        outputs, residuals = dense_cudnn.fn(args, None)
+        cotangents = tuple(2 * x for x in outputs)
+        wanted = frozenset(QKV)
+        grads = dense_cudnn.backward(args, None, outputs, residuals, cotangents, wanted)
+        return outputs[0], *(grads[n] for n in QKV)
+
+    mapped = jax.shard_map(local, mesh=make_mesh(devices), in_specs=RING, out_specs=RING)
+    order = layout == "zigzag"
+    stored = [to_zigzag(x, devices) if order else x for x in xs.values()]
+    found = jax.jit(mapped, compiler_options=QUICK)(*stored)
+    found = [from_zigzag(x, devices) if order else x for x in found]
+    names = ("out", *(f"d{n}" for n in QKV))
+    expected = answers(whole, xs, QKV, causal=True)
+    assert_same(dict(zip(names, found, strict=True)), expected)
+
+
+def test_what_cudnn_cannot_do_is_refused_by_reason():
+    entry = next(e for e in kernel_registry.list("ring_attention", "cudnn"))
+    spec = kernel_registry.spec("ring_attention")
+    xs = {n: arrays()[n].astype(jnp.bfloat16) for n in QKV}
+    values = xs | {"value": xs["value"][..., :8]}
+
+    def why_not(direction="forward", **options):
+        args = spec.canonicalize(spec.complete(values | options))
+        return entry.why_not(args, direction=direction)
+
+    assert why_not(causal=True) is None
+    sinks = {"softmax_aux": arrays()["softmax_aux"].astype(jnp.bfloat16)}
+    assert why_not(**sinks) is None  # the schedule counts them
+    assert "softmax_aux" in why_not(**sinks, strategy="ulysses")
+    assert "q_segment_ids" in why_not(q_segment_ids=jnp.asarray(segments()))
+    assert "window" in why_not(causal=False, sliding_window=(2, 3))
+    assert why_not(return_lse=True) is None
+    assert "logsumexp" in why_not("backward", return_lse=True)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,16 @@ def interpreted(entry: Any) -> bool:
     return entry.backend not in here and entry.platform in ("triton", "pallas")
 
 
+def computes_first(entry: Any) -> bool:
+    """Whether an entry of a derived op computes arrays of the base, and their gradients back."""
+    return entry.base is not None and bool(kernel_registry.spec(entry.op).lowers_to.made)
+
+
+def is_schedule(entry: Any) -> bool:
+    """Whether an entry calls an entry of another op, whose cases are its own tests."""
+    return hasattr(getattr(entry.fn, "__self__", None), "inner")
+
+
 def marks(entry: Any, quick: bool = True) -> list[Any]:
     """The device that an entry needs; what is not quick is left out where it is interpreted."""
     if entry.backend in ("any", BACKEND):

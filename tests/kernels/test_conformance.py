@@ -54,12 +54,15 @@ def quick_cases(entry, names):
     and one of the others, which changes with the commit. XLA has the first nine, or four where no
     other kernel serves the op.
     """
+    if entry.base is not None:  # a derived op, whose base has the cases of its own
+        rich = ("cover00",) if harness.computes_first(entry) else ()
+        return {n for n in names if n in ("plain", "packed", *rich)} or set(names[:2])
+    if harness.interpreted(entry) and harness.is_schedule(entry):
+        return {n for n in names if n == "cover00"}
     if harness.interpreted(entry):
         fixed = [n for n in names if n in ("plain", "causal_window_sinks", "cover00")]
         others = [n for n in names if n not in fixed]
         return {*fixed, *others[commit() % len(others) :][:1]} if others else set(fixed)
-    if entry.base is not None:  # a derived op, whose base has the cases of its own
-        return {n for n in names if n in ("plain", "packed")} or set(names[:2])
     alone = len(kernel_registry.list(entry.op)) == 1
     return set(names[:4] if alone else names[:9])
 
@@ -87,9 +90,10 @@ def in_halves():
         entry = harness.find_entry(*row[:2])
         marks, slow = harness.marks(entry), [pytest.mark.slow]
         rich = row[2] == "cover00"
-        late = [] if rich and entry.base is None else slow
+        own = entry.base is None and not (harness.is_schedule(entry) and harness.interpreted(entry))
+        late = [] if rich and own else slow
         yield pytest.param(*row, "bfloat16", marks=[*marks, *late])
-        late = [] if row[1].startswith("triton") and not rich else slow
+        late = [] if row[1].startswith("triton") and not rich and own else slow
         yield pytest.param(*row, "float16", marks=[*marks, *late])
 
 

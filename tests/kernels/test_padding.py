@@ -25,11 +25,17 @@ SELECTED = ("native_sparse_attention", "apply_native_sparse_attention")
 
 
 def rows():
-    """Every case of every kernel; in `make test` the first, and of derived ops none."""
+    """Every case of every kernel; in `make test` the first, and of derived ops none.
+
+    Unless these compute something before the kernel of their base runs.
+    """
     for op in kernel_registry.ops():
         for entry in kernel_registry.list(op):
             for number, case in enumerate(kernel_registry.spec(op).padded):
-                quick = entry.base is None and (number == 0 or harness.interpreted(entry))
+                slow = harness.interpreted(entry)
+                quick = entry.base is None and (number == 0 or slow)
+                quick &= not (slow and harness.is_schedule(entry))
+                quick |= harness.computes_first(entry) and number == 0 and not slow
                 late = [] if quick else [pytest.mark.slow]
                 yield pytest.param(op, entry.name, case, marks=[*harness.marks(entry), *late])
 

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _settings
-from ejkernel._device import find
+from ejkernel._device import Target, find
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._xla.mla_attention import config
 from ejkernel.modules import (
@@ -21,7 +22,8 @@ from ejkernel.modules import (
     flash_mla,
     mla_attention,
 )
-from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops import BwdParams, Executor, FwdParams, Invocation
+from ejkernel.ops.config import selection
 from tests import host
 from tests.kernels import harness
 
@@ -319,6 +321,78 @@ def test_candidates_hold_both_forms():
         assert {cfg.absorb for cfg in made} == {False, True}
         assert made[0] == config.heuristic(args, direction, find())
         assert all(config.memory(args, direction, cfg) > 0 for cfg in made)
+
+
+# Keys and values of all heads, then a kernel of `flash_attention`
+
+GPU = Target("gpu", "NVIDIA H200", "9.0")
+
+
+def shapes_of(*sizes, dtype=jnp.bfloat16, **options):
+    xs = dict(zip(NAMES, avals(*sizes, dtype=dtype), strict=True))
+    return jax.eval_shape(lambda **xs: SPEC.canonicalize(SPEC.complete(xs | options)), **xs)
+
+
+def order(*sizes, target=GPU, direction="forward", **options):
+    """The kernels that can serve a call, best guess first, and why others cannot."""
+    args = shapes_of(*sizes, **options)
+    inv = Invocation(kernel=MLAAttention(), call=args, target=target, direction=direction)
+    able, refused = selection.sort_out(inv)
+    return [made.name for made in able], refused
+
+
+def test_a_gpu_projects_first_unless_queries_are_few():
+    long, short = (4096, 4096, 16, 128, 512, 64), (1, 4096, 16, 128, 512, 64)
+    projected = ["cudnn/gpu", "triton/gpu"]
+    for direction in ("forward", "backward"):
+        assert order(*long, causal=True, direction=direction)[0][:2] == projected
+    able, _ = order(*short)
+    assert able[0] == "xla/any"
+    assert {*projected} <= {*able}  # none is refused
+    on_cpu, refused = order(*long, target=find())
+    assert on_cpu == ["xla/any", "xla/any@-1"]
+    assert "needs a GPU" in refused["triton/gpu"]
+
+
+def test_refusals_are_those_of_flash_attention():
+    _, refused = order(64, 64, 4, 128, 64, 64, dtype=jnp.float32)
+    assert refused["cudnn/gpu"] == (
+        "needs bfloat16 or float16; got float32 (as a call of `flash_attention`)"
+    )
+    _, refused = order(64, 64, 4, 256, 64, 64)
+    assert "head sizes from 1 to 256; got 320 and 256" in refused["triton/gpu"]
+    _, refused = order(64, 64, 4, 128, 64, 64, logits_soft_cap=2.0)
+    assert refused["cudnn/gpu"] == "does not honour ['logits_soft_cap']"
+    with pytest.raises(UnsupportedError, match="cudnn/gpu: needs a GPU; this call is for cpu"):
+        mla_attention(*arrays(), platform="cudnn")
+
+
+def test_tuned_rows_of_a_platform_are_those_of_flash_attention():
+    xs = arrays()
+    inv = Executor().invocation(MLAAttention(), *xs, platform="triton")
+    assert inv.op == "flash_attention"
+    assert Executor().invocation(MLAAttention(), *xs).op == "mla_attention"
+    wanted = frozenset({"w_kc", "b_q", "bias"})
+    assert SPEC.lowers_to.names(wanted) == {"key", "query", "bias"}
+
+
+def test_keys_and_values_count_as_memory():
+    args = shapes_of(64, 96, 4, 32, 48, 16)
+    made = harness.find_entry("mla_attention", "xla/any@-1")
+    there = SPEC.lowers_to.shapes(args)
+    cfg = made.heuristic(args)
+    sizes = [x.size for x in (there.query, there.key, there.value)]
+    inner = made.base.memory(there, "forward", cfg)
+    assert made.memory(args, "forward", cfg) == inner + 2 * sum(sizes)
+
+
+def test_projected_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    xs = arrays()
+    options = {"causal": True, "sliding_window": 9, "softmax_scale": 0.4}
+    expected = pull(mla_attention, xs, **options)
+    with _settings.override(interpret=True):
+        assert_close(pull(mla_attention, xs, platform="triton", **options), expected)
 
 
 @pytest.mark.parametrize("absorb", [False, True])

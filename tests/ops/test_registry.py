@@ -32,7 +32,7 @@ def restored():
     before, ops = kernel_registry.list(), kernel_registry.ops()
     yield
     for entry in kernel_registry.list():
-        if entry not in before:
+        if entry not in before and entry.base is None:
             kernel_registry.unregister(entry)
     for op in {*kernel_registry.ops()} - {*ops}:
         del kernel_registry._specs[op]

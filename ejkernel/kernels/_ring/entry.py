@@ -144,12 +144,16 @@ def _block(
 def register(platform: Platform, backend: Backend) -> None:
     """Registers `ring_attention` for a platform whose `flash_attention` is registered."""
     entry = RingEntry(platform, backend)
+    honours = entry.inner.honours
+    if honours is not None:  # what the schedule itself acts on
+        honours |= {"axis_name", "strategy", "layout", "softmax_aux"}
     kernel_registry.register(
         "ring_attention",
         platform,
         backend,
         backward=entry.backward,
-        config=entry,
+        honours=honours,
+        config=None if entry.inner.config is None else entry,
         requires=entry.requires,
         backward_requires=entry.backward_requires,
         device_requires=entry.device_requires,

@@ -33,6 +33,7 @@ LSE = _spec.Residual(
     "The natural logarithm of the sum of the exponentials of a query's scores, sinks included; "
     "-inf for a query that sees no key.",
     rows_of_queries,
+    axes=("b", "h", "t"),
 )
 
 

@@ -8,8 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
-from ejkernel.kernels import _cases, _spec
-from ejkernel.kernels._specs import _attention_cases, _common, _work_attention, flash_attention
+from ejkernel.kernels import _cases, _derived, _spec
+from ejkernel.kernels._specs import (
+    _attention_cases,
+    _common,
+    _projected,
+    _work_attention,
+    flash_attention,
+)
 from ejkernel.kernels._specs._common import MASK_HINT, Window
 from ejkernel.ops.core.types import BwdParams, FwdParams
 
@@ -270,6 +276,15 @@ SPEC = _spec.OpSpec(
     canonicalize=canonicalize,
     reference="ejkernel.kernels._reference.mla_attention:mla_attention",
     formula="ejkernel.kernels._xla.mla_attention.formula:mla_attention",
+    # the kernels of this op itself make no key or value of a head, or of one block at a time
+    lowers_to=_derived.Lowering(
+        flash_attention.SPEC,
+        _projected.project,
+        made=_projected.MADE,
+        pull=_projected.pull,
+        beside=True,
+        defers=_projected.defers,
+    ),
     differentiable=frozenset(
         {"query", "key_value", "w_kc", "w_vc", "b_q", "b_k", "bias", "softmax_aux", "softmax_scale"}
     ),

@@ -261,16 +261,21 @@ def residuals_of(
         f"The output of {branch}, without its gate.",
         of(lambda args: (*args.query.shape[:3], args.value.shape[-1])),
         lambda args: args.query.dtype,
+        axes=("b", "t", "h", "e"),
     )
     meaning = f"The lse of {branch}, as in `flash_attention`."
-    made = [out, _spec.Residual(names[1], meaning, of(_common.rows_of_queries))]
+    rows = of(_common.rows_of_queries)
+    made = [out, _spec.Residual(names[1], meaning, rows, axes=("b", "h", "t"))]
     for name in names[2:]:
         meaning = (
             f"The blocks that the queries of a key head see: bit i of number j, a whole number in "
             f"float32, is block {WORD} * j + i. Blocks are numbered along the row; each packed "
             "sequence begins a new one."
         )
-        made.append(_spec.Residual(name, meaning, of(words), lambda args: jnp.dtype(jnp.float32)))
+        float32 = lambda args: jnp.dtype(jnp.float32)
+        made.append(
+            _spec.Residual(name, meaning, of(words), float32, axes=("b", "g", "t", "words"))
+        )
     return tuple(made)
 
 

@@ -125,10 +125,8 @@ class PagedSpec(_spec.OpSpec):
             return None
         if args.kv_pages.shape[2] == 2:
             return dataclasses.replace(made, localize=self._one_writer)
-        outputs = tuple(tuple("h" if a == "g2" else a for a in axes) for axes in made.outputs)
         return dataclasses.replace(
             made,
-            outputs=outputs,
             shardable=made.shardable | {"g2"},
             aliases=made.aliases | {"g2": "h"},
             units={"g2": 2},

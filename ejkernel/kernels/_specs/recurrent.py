@@ -280,19 +280,24 @@ def _of_steps(units: Callable[[RecurrentArgs], int | None]) -> Callable[..., Any
 
 # Rows are in the order of `inputs`, also for a direction that runs from the last step to the first.
 # Steps beyond `lengths` hold finite numbers, whatever they are.
+_STEPS = ("b", "t", "units")
 RESIDUALS = (
-    _spec.Residual("states", "The hidden state before each step.", _of_steps(lambda args: 1)),
+    _spec.Residual(
+        "states", "The hidden state before each step.", _of_steps(lambda args: 1), axes=_STEPS
+    ),
     _spec.Residual(
         "gates",
         "What each step computes from the projections x (inputs) and y (state), both with their "
         "biases, before any activation. lstm: x + y, in the order i, f, g, o. gru: x + y of r and "
         "z, then x of n, then y of n. rnn: x + y.",
         _of_steps(lambda args: KEPT[args.cell_type]),
+        axes=_STEPS,
     ),
     _spec.Residual(
         "cells",
         "The cell state before each step; of an lstm alone.",
         _of_steps(lambda args: 1 if args.cell_type == "lstm" else None),
+        axes=_STEPS,
     ),
 )
 

@@ -264,12 +264,12 @@ class _Search:
         )
 
     def configured(self, value: Any, tier: str) -> Choice:
-        """A caller's configuration, for the best implementation that has anything to configure."""
-        problem: UnsupportedError | None = None
+        """A caller's configuration, for the best implementation that takes it."""
+        problem: UnsupportedError | TypeError | None = None
         for implementation in self.able:
             try:
                 cfg = implementation.configure(self.inv.call, self.inv.direction, value)
-            except UnsupportedError as error:
+            except (UnsupportedError, TypeError) as error:  # a config may be another kernel's own
                 problem = problem or error
             else:
                 return self.found(implementation, cfg, tier)
@@ -353,6 +353,7 @@ def sort_out(inv: Invocation) -> tuple[list[Implementation], dict[str, str]]:
             refused[implementation.name] = reason
     if not able:
         raise refusal(inv, refused)
+    able.sort(key=lambda implementation: implementation.defers(inv.call))
     return able, refused
 
 

@@ -53,6 +53,8 @@ class Implementation:
     # "rule": through `backward`; "jax": JAX differentiates `forward`
     derivative: str = "rule"
     portable: bool = False  # runs on every device
+    # whether others come first for a call that nobody has measured
+    defers: Callable[[Any], bool] = lambda args: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +212,10 @@ class Kernel(Generic[Cfg, Out]):
 
     def layout(self, args: Any) -> Any:
         """Axes of the arrays, for splitting a call over devices; None leaves that to JAX."""
+        return None
+
+    def residual_axes(self, args: Any) -> Sequence[tuple[str, ...]] | None:
+        """Axes of what forward keeps for backward; None when somebody does not tell."""
         return None
 
     def derivative_parts(self, args: Any, choice: Any) -> dict[str, Any]:

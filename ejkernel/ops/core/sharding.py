@@ -56,7 +56,10 @@ def apply(
         name: _spec(array.shape, layout.arrays[name], layout, split)
         for name, array in args.arrays().items()
     }
-    results = tuple(PartitionSpec(*(split.get(a) for a in axes)) for axes in layout.outputs)
+    results = tuple(
+        PartitionSpec(*(split.get(layout.aliases.get(a, a)) for a in axes))
+        for axes in layout.outputs
+    )
     if out_specs is not None:
         _check_out_specs(kernel.name, out_specs, results)
     names = list(specs)
@@ -83,12 +86,13 @@ def _from_types(args: AbstractArgs) -> tuple[Any, dict[str, PartitionSpec] | Non
         sharding = jax.typeof(array).sharding
         spec = sharding.spec
         explicit = set(sharding.mesh.explicit_axes)
-        if any(set(_axis_names(part)) & explicit for part in spec):
+        if any(set(axis_names(part)) & explicit for part in spec):
             specs[name], mesh = spec, sharding.mesh
     return mesh, specs
 
 
-def _axis_names(part: Any) -> tuple[str, ...]:
+def axis_names(part: Any) -> tuple[str, ...]:
+    """The mesh axes of one part of a PartitionSpec."""
     if part is None or part is PartitionSpec.UNCONSTRAINED:
         return ()
     return part if isinstance(part, tuple) else (part,)
@@ -122,7 +126,7 @@ def _split_axes(
         if len(spec) > len(layout.arrays[name]):
             raise ValueError(f"`{op}`: the spec of `{name}`, {spec}, is longer than its rank.")
         for axis, part in zip(layout.arrays[name], spec, strict=False):
-            if over := _axis_names(part):
+            if over := axis_names(part):
                 _check_axis(op, layout, mesh, name, axis, over)
                 axis = layout.aliases.get(axis, axis)
                 if split.setdefault(axis, over) != over:
@@ -246,7 +250,7 @@ def _check_out_specs(op: str, given: Any, expected: tuple[PartitionSpec, ...]) -
     listed = (given,) if isinstance(given, PartitionSpec) else tuple(given)
 
     def normal(spec: PartitionSpec) -> list[tuple[str, ...]]:
-        parts = [_axis_names(part) for part in spec]
+        parts = [axis_names(part) for part in spec]
         while parts and not parts[-1]:
             parts.pop()
         return parts

@@ -12,6 +12,7 @@ import jax
 from ejkernel.ops.config.selection import Choice
 from ejkernel.ops.core.kernel import BACKWARD, Implementation, Invocation
 from ejkernel.ops.core.types import AbstractArgs
+from ejkernel.ops.execution.spread import spread
 from ejkernel.ops.utils import hlo
 from ejkernel.xla_utils import manual
 
@@ -20,20 +21,17 @@ _PLATFORMS = {"gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 def forward(inv: Invocation, choice: Choice) -> Callable[[AbstractArgs], Any]:
     """Outputs and residuals of a choice."""
-    made = choice.implementation
-    run = lambda args, made=made, cfg=choice.cfg: made.forward(args, cfg)
-    other = _stand_in(inv, choice)
-    if other is None:
-        return run
-    cfg = other.heuristic(inv.call, inv.direction)
-    instead = hlo.named(inv, other, lambda args: other.forward(args, cfg))
-    return lambda args: _either(inv, run, instead, args)
+
+    def of(made: Implementation, cfg: Any) -> Callable[[AbstractArgs], Any]:
+        return lambda args: made.forward(args, cfg)
+
+    return _placed(inv, choice, of)
 
 
 def backward(inv: Invocation, choice: Choice) -> Callable[..., dict[str, jax.Array]]:
     """Gradients of a choice from arguments, outputs, residuals and cotangents."""
 
-    def pull(made: Implementation, cfg: Any) -> Callable[..., dict[str, jax.Array]]:
+    def of(made: Implementation, cfg: Any) -> Callable[..., dict[str, jax.Array]]:
         assert made.backward is not None  # of those that can serve a backward
         function = made.backward
 
@@ -43,11 +41,19 @@ def backward(inv: Invocation, choice: Choice) -> Callable[..., dict[str, jax.Arr
 
         return run
 
-    run = pull(choice.implementation, choice.cfg)
-    other = _stand_in(inv, choice)
-    if other is None:
+    return _placed(inv, choice, of)
+
+
+def _placed(inv: Invocation, choice: Choice, of: Callable[..., Any]) -> Callable[..., Any]:
+    """A choice for any number of devices, and for devices of other kinds."""
+    made = choice.implementation
+    run, other, instead = of(made, choice.cfg), _stand_in(inv, choice), None
+    if other is not None:
+        cfg = other.heuristic(inv.call, inv.direction)
+        instead = hlo.named(inv, other, of(other, cfg))
+    run = spread(inv, made, run, instead)
+    if instead is None or inv.metadata.get("eager"):  # which knows its kind of device
         return run
-    instead = hlo.named(inv, other, pull(other, other.heuristic(inv.call, inv.direction)))
     return lambda *operands: _either(inv, run, instead, *operands)
 
 
@@ -56,7 +62,7 @@ def _stand_in(inv: Invocation, choice: Choice) -> Implementation | None:
     made = choice.implementation
     if inv.platform != "auto" or inv.target is None or inv.target.kind not in _PLATFORMS:
         return None
-    if made.portable or inv.metadata.get("eager"):  # which knows its device
+    if made.portable:
         return None
     for other in inv.kernel.implementations(inv):
         if not other.portable or other.derivative != made.derivative:
