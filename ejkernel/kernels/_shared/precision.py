@@ -39,3 +39,25 @@ def xla_precision(dtype: Any) -> Precision | None:
     """
     named = jax.config.jax_default_matmul_precision not in _LEVELS
     return None if named else dot_precision(dtype)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype of logits and sums."""
+    return jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32
+
+
+def multiply(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum of factors of one dtype, summed in the wide one.
+
+    With a transposed factor and batch axes, XLA on CPU refuses bfloat16 x bfloat16 = float32 at run
+    time ("Unsupported element type for DotThunk"); widened factors have the same products.
+    """
+    dtype, exact = wide(a.dtype), xla_precision(a.dtype)
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=dtype)
+
+    if a.dtype.itemsize >= 4:
+        return product(a, b)
+    widened = lambda a, b: product(a.astype(dtype), b.astype(dtype))
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=product)

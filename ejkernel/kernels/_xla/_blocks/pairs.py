@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._shared.precision import multiply as multiply
+from ejkernel.kernels._shared.precision import wide
 from ejkernel.kernels._xla._blocks import loops, philox, ranges
 from ejkernel.xla_utils import positions
 
@@ -32,28 +33,6 @@ class Blocks(NamedTuple):
     g: int
     q: int
     k: int
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype of logits and sums."""
-    return jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32
-
-
-def multiply(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum of factors of one dtype, summed in the wide one.
-
-    With a transposed factor and batch axes, XLA on CPU refuses bfloat16 x bfloat16 = float32 at run
-    time ("Unsupported element type for DotThunk"); widened factors have the same products.
-    """
-    dtype, exact = wide(a.dtype), xla_precision(a.dtype)
-
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(formula, a, b, precision=exact, preferred_element_type=dtype)
-
-    if a.dtype.itemsize >= 4:
-        return product(a, b)
-    widened = lambda a, b: product(a.astype(dtype), b.astype(dtype))
-    return jax.lax.platform_dependent(a, b, cpu=widened, default=product)
 
 
 def finite(x: jax.Array) -> jax.Array:

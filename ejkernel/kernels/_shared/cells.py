@@ -1,0 +1,111 @@
+"""What recurrent layers compute outside the loop over steps: projections and products after it.
+
+A step keeps columns for backward, and backward gives gradients of the same columns. Those of an
+LSTM and of a plain RNN are the sums of both projections. A GRU has r and z of the sums, then n of
+the inputs' projection, then n of the states'.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._shared.precision import multiply, wide
+
+Gradients = dict[str, jax.Array]
+
+
+def product_dtype(args: Any) -> Any:
+    """The dtype of both factors of a step's product: that of the weights.
+
+    States of another dtype than the weights', such as float32 beside bfloat16, are not rounded.
+    """
+    same = args.hidden.dtype == args.inputs.dtype
+    return args.inputs.dtype if same else wide(args.inputs.dtype)
+
+
+def biases(args: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """Biases [p, m] that the inputs' projection takes, and those of the states' projection.
+
+    They are the sum of both, but for n of a GRU, where a gate multiplies the states' projection.
+    """
+    first, second = (None if b is None else b.astype(wide(b.dtype)) for b in (args.b_ih, args.b_hh))
+    if second is None:
+        return first, None
+    inner = None
+    if args.cell_type == "gru":
+        d = args.w_hh.shape[2]
+        inner, second = second.at[:, : 2 * d].set(0), second.at[:, 2 * d :].set(0)
+    return second if first is None else first + second, inner
+
+
+def seen_steps(args: Any, start: Any, size: int) -> jax.Array:
+    """Which steps from `start` on are real, [b, s, 1]."""
+    step = start + jnp.arange(size, dtype=jnp.int32)
+    return (step[None] < args.lengths[:, None])[..., None]
+
+
+def seen_inputs(args: Any, inputs: jax.Array, start: Any) -> jax.Array:
+    """Steps of the inputs with zeros beyond the lengths: 0 * nan is nan."""
+    if args.lengths is None:
+        return inputs
+    return jnp.where(seen_steps(args, start, inputs.shape[1]), inputs, 0)
+
+
+def project(inputs: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The projections [b, s, m] of inputs [b, s, i] by a weight [m, i], in the wide dtype."""
+    made = multiply("bti,mi->btm", inputs, weight)
+    return made if bias is None else made + bias[None, None]
+
+
+def of_inputs(args: Any, columns: jax.Array) -> jax.Array:
+    """Of the columns of a step, those [..., m] of the inputs' projection."""
+    return columns[..., : args.w_hh.shape[1]]
+
+
+def of_states(args: Any, columns: jax.Array) -> jax.Array:
+    """Of the columns of a step, those [..., m] of the states' projection."""
+    if args.cell_type != "gru":
+        return columns
+    d = args.w_hh.shape[2]
+    return jnp.concatenate([columns[..., : 2 * d], columns[..., 3 * d :]], axis=-1)
+
+
+def products(
+    args: Any,
+    columns: jax.Array,
+    factors: tuple[Callable[[], jax.Array], Callable[[], jax.Array]],
+    p: int,
+    wanted: frozenset[str],
+) -> Gradients:
+    """What the gradients of columns [b, s, …] of direction p add to those of the arguments.
+
+    Args:
+      args: The call.
+      columns: Gradients of the columns that steps keep.
+      factors: Make the inputs [b, s, i] and the states before each step [b, s, d].
+      p: The direction.
+      wanted: Names of arguments; those of states are not made here.
+    """
+    dtype, sums = columns.dtype, wide(columns.dtype)
+    dx, dy = of_inputs(args, columns), of_states(args, columns)
+    by_rows = lambda d, x: multiply("btm,bti->mi", d, x.astype(dtype))
+    makers = {
+        "inputs": lambda: multiply("btm,mi->bti", dx, args.w_ih[p].astype(dtype)),
+        "w_ih": lambda: by_rows(dx, factors[0]()),
+        "w_hh": lambda: by_rows(dy, factors[1]()),
+        "b_ih": lambda: dx.astype(sums).sum(axis=(0, 1)),
+        "b_hh": lambda: dy.astype(sums).sum(axis=(0, 1)),
+    }
+    return {name: make() for name, make in makers.items() if name in wanted}
+
+
+def finals(args: Any, states: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+    """States by direction as arrays like the caller's."""
+    stack = jnp.stack if args.bidirectional else lambda x: x[0]
+    starts = (args.hidden, args.cell)
+    return [
+        stack(s).astype(start.dtype)
+        for s, start in zip(zip(*states, strict=True), starts, strict=False)
+    ]
