@@ -50,9 +50,9 @@ def test_a_backend_never_takes_less_than_asked(asked, level):
 @pytest.mark.parametrize(("asked", "level"), LEVELS)
 def test_triton_knows_two_precisions(asked, level):
     pytest.importorskip("triton")
-    from ejkernel.kernels._triton.flash_attention import call
+    from ejkernel.kernels._triton import _launch
 
     with jax.default_matmul_precision(asked):
         wanted = "ieee" if level == Precision.HIGHEST else "tf32"
-        assert call.dot_precision(jnp.float32) == wanted
-        assert call.dot_precision(jnp.bfloat16) == "ieee"
+        assert _launch.dot_precision(jnp.float32) == wanted
+        assert _launch.dot_precision(jnp.bfloat16) == "ieee"

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from ejkernel._device import Target
 from ejkernel.kernels import kernel_registry
+from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.flash_attention import call, config
 from ejkernel.ops import FwdParams
 
@@ -107,7 +108,7 @@ def test_blocks_that_a_kernel_cannot_have_are_named_as_the_caller_wrote_them():
 )
 def test_float32_products_are_no_less_precise_than_asked(asked, given):
     with jax.default_matmul_precision(asked):
-        assert call.dot_precision(jnp.float32) == given
+        assert _launch.dot_precision(jnp.float32) == given
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+
 from ejkernel import _device, _settings
 from ejkernel._device import Target
+from ejkernel.kernels._shared import precision
 
 _UNKNOWN_SHARED = 99 << 10  # bytes to a program that any NVIDIA GPU since 2020 has
 
@@ -77,3 +81,11 @@ def from_params(guess: Config, settings: dict[str, Any], tile: Sequence[str]) ->
     if all(getattr(cfg, name) == getattr(guess, name) for name in (*tile, "num_warps")):
         return cfg
     return dataclasses.replace(cfg, max_registers=0)
+
+
+def dot_precision(dtype: Any) -> str:
+    """What a product asks Triton for, which has nothing below TensorFloat-32."""
+    if jnp.dtype(dtype) != jnp.float32:
+        return "ieee"  # without effect on narrower inputs
+    exact = precision.dot_precision(dtype) == jax.lax.Precision.HIGHEST
+    return "ieee" if exact else "tf32"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.callib import Cost, next_power_of_2, strides_from_shape
-from ejkernel.kernels._shared import precision
+from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._blocks import (
     addresses,
     attention,
@@ -27,14 +27,6 @@ from ejkernel.kernels._triton.flash_attention import config
 _LARGE_CAP = 256.0
 # up to 4096 tokens up to 5 % faster on an H200, at 16384 up to 6 % slower (docs/measured.md)
 _TURNS, _TURNS_LENGTH = 32, 4096
-
-
-def dot_precision(dtype: Any) -> str:
-    """What a product asks Triton for, which has nothing below TensorFloat-32."""
-    if jnp.dtype(dtype) != jnp.float32:
-        return "ieee"  # without effect on narrower inputs
-    exact = precision.dot_precision(dtype) == jax.lax.Precision.HIGHEST
-    return "ieee" if exact else "tf32"
 
 
 class Call:
@@ -131,7 +123,7 @@ class Call:
             key_rows=_rows(num_groups, d),
             value_rows=_rows(num_groups, e),
             out_rows=_rows(num_heads, e),
-            PRECISION=dot_precision(args.query.dtype),
+            PRECISION=_launch.dot_precision(args.query.dtype),
             queries=block_ranges.token_bundle(of, 0, positions=given),
             keys=block_ranges.token_bundle(of, 1, positions=given),
             mask=mask.Mask(window, pairs(self.mask), self.cut, self.masks),
