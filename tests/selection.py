@@ -24,6 +24,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_transforms.py": ("flash_attention",),
     "tests/kernels/test_triton_compiles.py": ("flash_attention",),
     "tests/kernels/test_triton_config.py": ("flash_attention",),
+    "tests/kernels/test_triton_recurrent.py": ("recurrent",),
     "tests/kernels/test_triton_work.py": ("flash_attention",),
 }
 

@@ -43,9 +43,8 @@ _STEP_GUESSES = (
     (16, 32, 128, 4, 4),
     (16, 64, 128, 4, 4),
     (32, 32, 64, 4, 4),
-    (32, 64, 64, 4, 4),
-    (64, 64, 64, 4, 3),
-    (64, 128, 64, 8, 3),
+    (32, 64, 64, 8, 4),
+    (64, 64, 64, 8, 3),
 )
 # float32 products run on the ordinary units, from registers
 _WIDE_GUESSES = (
@@ -56,7 +55,6 @@ _WIDE_GUESSES = (
 )
 _MOST_FEATURES = 128  # of a state whose weights one program holds
 _PROGRAMS = 132  # that run at once: the multiprocessors of an H200
-_PADDING = 2 << 10
 
 
 def _padded(args: Any) -> int:
@@ -70,13 +68,14 @@ def _size(args: Any) -> int:
 def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
     """An estimate of the shared memory of a program."""
     gates, size = spec.GATES[args.cell_type], _size(args)
+    more = 4 * cfg.block_d * cfg.block_b  # a float32 tile on its way to another layout
     if cfg.one_program:
         weights = gates * cfg.block_d * cfg.block_d
         factors = cfg.block_d * cfg.block_b * (1 if direction == FORWARD else gates)
-        return size * (weights + factors) + _PADDING
+        return size * (weights + factors) + more
     stages = max(cfg.num_stages - 1, 1) if _launch.is_amd(target) else cfg.num_stages
     factors = cfg.block_b * (1 if direction == FORWARD else gates)
-    return size * stages * cfg.block_k * (gates * cfg.block_d + factors) + _PADDING
+    return size * stages * cfg.block_k * (gates * cfg.block_d + factors) + more
 
 
 def _bytes(args: Any, direction: str, cfg: Config) -> tuple[int, int]:
@@ -95,15 +94,16 @@ def _one_program(args: Any, direction: str, target: Target) -> list[Config]:
     """Configs with all steps in one program, if its weights fit."""
     if _padded(args) > _MOST_FEATURES or _size(args) > 2:
         return []
+    tiles = ((16, 8),) if _padded(args) > 64 else ((16, 4), (16, 8), (32, 8))
     guesses = [
         Config(
             block_d=_padded(args),
             block_b=rows,
-            num_warps=8 if _padded(args) == _MOST_FEATURES else 4,
+            num_warps=warps,
             num_stages=1,
             one_program=True,
         )
-        for rows in (16, 32)
+        for rows, warps in tiles
     ]
     limit = _launch.shared_limit(target)
     return [cfg for cfg in guesses if shared_bytes(args, direction, cfg, target) <= limit]
@@ -113,7 +113,8 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the call, best first; at least the smallest one."""
     rows = _WIDE_GUESSES if _size(args) == 4 else _STEP_GUESSES
     guesses = [_short(args, Config(**dict(zip(_NAMES, row, strict=True)))) for row in rows]
-    if _launch.is_amd(target):
+    if _launch.is_amd(target):  # two stages; and tiles of 32 x 64 take more registers than it has
+        guesses = [c for c in guesses if (c.block_d, c.block_b) != (32, 64)]
         guesses = [dataclasses.replace(c, num_stages=min(c.num_stages, 2)) for c in guesses]
     guesses = sorted(dict.fromkeys(guesses), key=lambda c: _bytes(args, direction, c), reverse=True)
     fits = _launch.fitting(guesses, lambda c: shared_bytes(args, direction, c, target), target)
