@@ -1,8 +1,8 @@
 """What recurrent layers compute outside the loop over steps: projections and products after it.
 
-A step keeps columns for backward, and backward gives gradients of the same columns. Those of an
-LSTM and of a plain RNN are the sums of both projections. A GRU has r and z of the sums, then n of
-the inputs' projection, then n of the states'.
+Backward gives the gradients of a step's columns. Those of an LSTM and of a plain RNN are the sums
+of both projections. A GRU has n of the inputs' projection, r and z of the sums, and n of the
+states' projection: in this order the columns of either projection are neighbours.
 """
 
 from collections.abc import Callable
@@ -59,43 +59,44 @@ def project(inputs: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax
     return made if bias is None else made + bias[None, None]
 
 
-def of_inputs(args: Any, columns: jax.Array) -> jax.Array:
-    """Of the columns of a step, those [..., m] of the inputs' projection."""
-    return columns[..., : args.w_hh.shape[1]]
-
-
 def of_states(args: Any, columns: jax.Array) -> jax.Array:
-    """Of the columns of a step, those [..., m] of the states' projection."""
-    if args.cell_type != "gru":
-        return columns
-    d = args.w_hh.shape[2]
-    return jnp.concatenate([columns[..., : 2 * d], columns[..., 3 * d :]], axis=-1)
+    """Of the columns of a step, those [..., m] of the states' projection, in its order."""
+    return columns[..., columns.shape[-1] - args.w_hh.shape[1] :]
+
+
+def by_projection(args: Any, columns: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The columns [..., m] of the inputs' projection and those of the states'."""
+    return columns[..., : args.w_hh.shape[1]], of_states(args, columns)
 
 
 def products(
     args: Any,
-    columns: jax.Array,
+    columns: tuple[jax.Array, jax.Array],
     factors: tuple[Callable[[], jax.Array], Callable[[], jax.Array]],
     p: int,
     wanted: frozenset[str],
 ) -> Gradients:
-    """What the gradients of columns [b, s, …] of direction p add to those of the arguments.
+    """What the gradients of a direction's projections [b, s, m] add to those of the arguments.
 
     Args:
       args: The call.
-      columns: Gradients of the columns that steps keep.
+      columns: Gradients of the columns of steps, by projection.
       factors: Make the inputs [b, s, i] and the states before each step [b, s, d].
       p: The direction.
       wanted: Names of arguments; those of states are not made here.
     """
-    dtype, sums = columns.dtype, wide(columns.dtype)
-    dx, dy = of_inputs(args, columns), of_states(args, columns)
+    dx, dy = columns
+    dtype, sums = dx.dtype, wide(dx.dtype)
+    # n comes first among a GRU's columns of inputs, and last among the rows of its weights
+    turn = args.w_hh.shape[2] if args.cell_type == "gru" else 0
     by_rows = lambda d, x: multiply("btm,bti->mi", d, x.astype(dtype))
     makers = {
-        "inputs": lambda: multiply("btm,mi->bti", dx, args.w_ih[p].astype(dtype)),
-        "w_ih": lambda: by_rows(dx, factors[0]()),
+        "inputs": lambda: multiply(
+            "btm,mi->bti", dx, jnp.roll(args.w_ih[p], turn, axis=0).astype(dtype)
+        ),
+        "w_ih": lambda: jnp.roll(by_rows(dx, factors[0]()), -turn, axis=0),
         "w_hh": lambda: by_rows(dy, factors[1]()),
-        "b_ih": lambda: dx.astype(sums).sum(axis=(0, 1)),
+        "b_ih": lambda: jnp.roll(dx.astype(sums).sum(axis=(0, 1)), -turn),
         "b_hh": lambda: dy.astype(sums).sum(axis=(0, 1)),
     }
     return {name: make() for name, make in makers.items() if name in wanted}

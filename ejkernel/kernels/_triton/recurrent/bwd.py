@@ -51,13 +51,13 @@ def _product(
     rows = weight + (at.p * layer.D + at.o_d) * (layer.GATES * layer.D)  # [BD, 1]
     first = (at.o_b * layer.steps + i) * layer.DIRECTIONS + at.p
     units = columns + first * (layer.KEPT * layer.D)  # [1, BM]
-    # the last unit of a GRU's projection of states is kept after that of its inputs
-    LAST: tl.constexpr = 3 if layer.CELL == "gru" else 2
+    # before the units of a GRU's projection of states stands one of its inputs alone
+    FIRST: tl.constexpr = layer.KEPT - layer.GATES
     in_rows, in_batch = at.o_d < layer.D, at.o_b < layer.batch
     for j in range(0, count, BK):
         m_w = in_rows & (j + o_k < layer.D)[None, :]
         m_d = in_batch & (j + o_k < layer.D)[:, None]
-        p_w, p_d = rows + (j + o_k)[None, :], units + (j + o_k)[:, None]
+        p_w, p_d = rows + (j + o_k)[None, :], units + (FIRST * layer.D + j + o_k)[:, None]
         b_w, b_d = tl.load(p_w, mask=m_w, other=0.0), tl.load(p_d, mask=m_d, other=0.0)
         acc = tl.dot(b_w, b_d, acc, input_precision=layer.PRECISION)
         if layer.GATES > 1:
@@ -65,7 +65,7 @@ def _product(
             b_d = tl.load(p_d + layer.D, mask=m_d, other=0.0)
             acc = tl.dot(b_w, b_d, acc, input_precision=layer.PRECISION)
             b_w = tl.load(p_w + 2 * layer.D, mask=m_w, other=0.0)
-            b_d = tl.load(p_d + LAST * layer.D, mask=m_d, other=0.0)
+            b_d = tl.load(p_d + 2 * layer.D, mask=m_d, other=0.0)
             acc = tl.dot(b_w, b_d, acc, input_precision=layer.PRECISION)
         if layer.GATES > 3:
             b_w = tl.load(p_w + 3 * layer.D, mask=m_w, other=0.0)
@@ -110,7 +110,7 @@ def recurrent_bwd_step_kernel(
     d0, d1, d2, d3, direct, before = cells.retreat(u0, u1, u2, u3, b_h, b_c, b_dh, b_dc, layer)
     d0, d1 = tl.where(seen, d0, 0.0), tl.where(seen, d1, 0.0)
     d2, d3 = tl.where(seen, d2, 0.0), tl.where(seen, d3, 0.0)
-    cells.store_units(columns, at, layer, i, d0, d1, d2, d3)
+    cells.store_gradients(columns, at, layer, i, d0, d1, d2, d3)
     cells.store_state(dh, at, layer, tl.where(seen, direct, b_dh))
     if dc is not None:
         cells.store_state(dc, at, layer, tl.where(seen, before, b_dc))
@@ -140,7 +140,7 @@ def recurrent_bwd_kernel(
         d0, d1, d2, d3, direct, before = cells.retreat(u0, u1, u2, u3, b_h, b_c, b_dh, b_dc, layer)
         d0, d1 = tl.where(seen, d0, 0.0), tl.where(seen, d1, 0.0)
         d2, d3 = tl.where(seen, d2, 0.0), tl.where(seen, d3, 0.0)
-        cells.store_units(columns, at, layer, i, d0, d1, d2, d3)
+        cells.store_gradients(columns, at, layer, i, d0, d1, d2, d3)
         DTYPE: tl.constexpr = weight.dtype.element_ty
         acc = tl.dot(w0, d0.to(DTYPE), direct, input_precision=layer.PRECISION)
         if layer.GATES > 1:
@@ -195,7 +195,8 @@ def _products(made: call.Call, columns: jax.Array, states: jax.Array, wanted: An
         part = lambda x, units, p=p: x[..., p * units * layer.D : (p + 1) * units * layer.D]
         inputs = lambda: shared.seen_inputs(args, args.inputs, 0)
         factors = (inputs, lambda part=part: part(states, 1))
-        parts.append(shared.products(args, part(columns, layer.KEPT), factors, p, wanted))
+        own = shared.by_projection(args, part(columns, layer.KEPT))
+        parts.append(shared.products(args, own, factors, p, wanted))
     join = lambda name: sum if name == "inputs" else jnp.stack
     return {name: join(name)([part[name] for part in parts]) for name in parts[0]}
 

@@ -111,12 +111,21 @@ def load_units(base, at, layer, i, UNITS: tl.constexpr):
 
 @triton.jit
 def store_units(base, at, layer, i, u0, u1, u2, u3):
-    """The units that a step keeps, or their gradients."""
+    """The units that a step keeps."""
     store_unit(base, at, layer, i, 0, u0, layer.KEPT)
     if layer.KEPT > 1:
         store_unit(base, at, layer, i, 1, u1, layer.KEPT)
         store_unit(base, at, layer, i, 2, u2, layer.KEPT)
         store_unit(base, at, layer, i, 3, u3, layer.KEPT)
+
+
+@triton.jit
+def store_gradients(base, at, layer, i, d0, d1, d2, d3):
+    """Gradients of the kept units, in the order of `_shared/cells.py`."""
+    if layer.CELL == "gru":
+        store_units(base, at, layer, i, d2, d0, d1, d3)
+    else:
+        store_units(base, at, layer, i, d0, d1, d2, d3)
 
 
 @triton.jit

@@ -59,23 +59,30 @@ class _Steps:
 
     def run(
         self, blocks: list[fwd.Block], grads: list[cells.State]
-    ) -> tuple[list[cells.State], list[jax.Array]]:
-        """Gradients of the states before a block, and of its columns in the products' dtype."""
-        args, size, columns = self.args, blocks[0].size, self.cell.kept * self.args.w_hh.shape[2]
-        shape = (args.inputs.shape[0], size, columns)
-        room = fwd.zeros(args, *shape, dtype=self.weights.dtype)
+    ) -> tuple[list[cells.State], list[tuple[jax.Array, jax.Array]]]:
+        """Gradients of the states before a block, and of its projections [b, s, m]."""
+        args, size = self.args, blocks[0].size
+        _, m, d = args.w_hh.shape
+        # products of a part of an array copy it on a CPU: there, a GRU's projections have their own
+        apart = args.cell_type == "gru" and not self.cfg.late_gates
+        widths = [m, m] if apart else [self.cell.kept * d]
+        shape = (args.inputs.shape[0], size)
+        room = [fwd.zeros(args, *shape, n, dtype=self.weights.dtype) for n in widths]
 
         def body(k: Any, carry: Any) -> Any:
             before, made = [], []
             for block, grad, rows in zip(blocks, *carry, strict=True):
                 j, i = block.step(size - 1 - k)
                 columns, new = self._step(block.p, i, grad)
-                made.append(fwd.write(rows, columns, j))
+                parts = shared.by_projection(args, columns) if apart else [columns]
+                made.append([fwd.write(x, r, j) for x, r in zip(rows, parts, strict=True)])
                 before.append(new)
             return before, made
 
         first = (grads, [room] * len(blocks))
-        return loops.fori(0, size, body, first, self.cfg.unroll)
+        grads, made = loops.fori(0, size, body, first, self.cfg.unroll)
+        join = tuple if apart else lambda rows: shared.by_projection(args, rows[0])
+        return grads, [join(rows) for rows in made]
 
     def _step(self, p: int, i: Any, grad: cells.State) -> tuple[jax.Array, cells.State]:
         args, kept, dtype = self.args, self.kept, self.weights.dtype
@@ -99,9 +106,13 @@ class _Steps:
 
 
 def _add(
-    args: Any, kept: fwd.Residuals, block: fwd.Block, columns: jax.Array, made: Gradients
+    args: Any,
+    kept: fwd.Residuals,
+    block: fwd.Block,
+    columns: tuple[jax.Array, jax.Array],
+    made: Gradients,
 ) -> Gradients:
-    """Adds what a block gives; `columns` are the gradients of what its steps keep."""
+    """Adds what a block gives; `columns` are the gradients of its projections."""
     p, made, d = block.p, dict(made), args.w_hh.shape[2]
     inputs = lambda: shared.seen_inputs(args, fwd.steps(args.inputs, block), block.start)
     states = lambda: fwd.steps(kept.states, block)[..., p * d : (p + 1) * d]

@@ -2,7 +2,8 @@
 
 `x` and `y` are the projections [b, m] of a step's input and of the state before it. A step gives
 the new state and the columns that its transpose needs besides the old state; the transpose gives
-the gradients of these columns and of the old state, without the share that goes through `y`.
+the gradients of columns, in the order of `_shared/cells.py`, and of the old state, without the
+share that goes through `y`.
 """
 
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def _gru_back(functions: Activations, kept: jax.Array, state: State, grad: State
     n, slope = _with_slope(functions.cell, xn + r * yn)
     dn = dh * (1 - z) * slope
     drz = jnp.concatenate([dn * yn, dh * (h - n)], axis=-1) * slopes
-    return jnp.concatenate([drz, dn, dn * r], axis=-1), (dh * z,)
+    return jnp.concatenate([dn, drz, dn * r], axis=-1), (dh * z,)
 
 
 def _rnn(functions: Activations, x: jax.Array, y: jax.Array, state: State) -> Any:
