@@ -34,6 +34,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_triton_paged_writes.py": _WRITERS,
     "tests/kernels/test_triton_serving.py": _PAGED,
     "tests/kernels/test_triton_serving_config.py": _PAGED,
+    "tests/kernels/test_triton_recurrent.py": ("recurrent",),
     "tests/kernels/test_triton_work.py": ("flash_attention",),
     "tests/test_moe_example.py": ("grouped_matmul",),
     "tests/kernels/test_triton_sparse.py": (

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _common, _recurrent_cases, _work_linear
 from ejkernel.ops.core.sharding import Layout
+from ejkernel.ops.core.types import BwdParams, FwdParams
 
 OP = "recurrent"
 GATES = _recurrent_cases.GATES
@@ -61,12 +62,12 @@ class RecurrentArgs(_spec.OpArgs):
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig:
-    """How to run `recurrent`; there is nothing to tune."""
+    """How to run `recurrent`; what is None is chosen by the library."""
 
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None
     platform: str | None = None
     backend: str | None = None
-    fwd_params: None = None
-    bwd_params: None = None
 
 
 def function(activation: Any) -> Callable[[jax.Array], jax.Array]:

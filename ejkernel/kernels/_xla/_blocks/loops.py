@@ -9,10 +9,14 @@ import jax.numpy as jnp
 from ejkernel.xla_utils import manual
 
 
-def fori(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`lax.fori_loop`; a loop of one known step is no loop."""
+def fori(
+    lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any, unroll: int = 1
+) -> Any:
+    """`lax.fori_loop`; a loop of one known step is no loop. To `unroll`, bounds must be known."""
     if isinstance(lower, int) and isinstance(upper, int) and upper - lower <= 1:
         return body(lower, state) if upper > lower else state
+    if unroll > 1:
+        return jax.lax.fori_loop(lower, upper, body, state, unroll=unroll)
     return jax.lax.fori_loop(lower, upper, body, state)
 
 

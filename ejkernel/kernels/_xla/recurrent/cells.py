@@ -1,8 +1,9 @@
 """One step of each cell, and its transpose: all that is between two matrix products.
 
 `x` and `y` are the projections [b, m] of a step's input and of the state before it. A step gives
-the new state and what its transpose needs besides the old state; the transpose gives the cotangents
-of `x`, `y` and of the old state, without the share that goes through `y`.
+the new state and the columns that its transpose needs besides the old state; the transpose gives
+the gradients of columns, in the order of `_shared/cells.py`, and of the old state, without the
+share that goes through `y`.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Cell(NamedTuple):
     """A cell: the step, its transpose, and columns of the residual `gates`, see the spec."""
 
     step: Callable[[Activations, jax.Array, jax.Array, State], tuple[State, jax.Array]]
-    back: Callable[[Activations, jax.Array, State, State], tuple[jax.Array, jax.Array, Any]]
+    back: Callable[[Activations, jax.Array, State, State], tuple[jax.Array, Any]]
     kept: int
 
 
@@ -63,7 +64,7 @@ def _lstm_back(functions: Activations, kept: jax.Array, state: State, grad: Stat
     a, slope = _with_slope(functions.cell, f * c + i * g)
     dc = dc + dh * o * slope
     d = jnp.concatenate([dc * g, dc * c, dc * i, dh * a], axis=-1) * slopes
-    return d, d, (None, dc * f)
+    return d, (None, dc * f)
 
 
 def _gru(functions: Activations, x: jax.Array, y: jax.Array, state: State) -> Any:
@@ -83,8 +84,7 @@ def _gru_back(functions: Activations, kept: jax.Array, state: State, grad: State
     n, slope = _with_slope(functions.cell, xn + r * yn)
     dn = dh * (1 - z) * slope
     drz = jnp.concatenate([dn * yn, dh * (h - n)], axis=-1) * slopes
-    dx, dy = (jnp.concatenate([drz, last], axis=-1) for last in (dn, dn * r))
-    return dx, dy, (dh * z,)
+    return jnp.concatenate([dn, drz, dn * r], axis=-1), (dh * z,)
 
 
 def _rnn(functions: Activations, x: jax.Array, y: jax.Array, state: State) -> Any:
@@ -94,7 +94,7 @@ def _rnn(functions: Activations, x: jax.Array, y: jax.Array, state: State) -> An
 
 def _rnn_back(functions: Activations, kept: jax.Array, state: State, grad: State) -> Any:
     d = grad[0] * _with_slope(functions.cell, kept)[1]
-    return d, d, (None,)
+    return d, (None,)
 
 
 _CELLS = {
