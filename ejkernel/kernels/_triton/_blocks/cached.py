@@ -12,13 +12,16 @@ class Cache(NamedTuple):
     """Keys and values, and where those of a sequence are."""
 
     key: Any
-    value: Any  # None: values follow keys, HEAD / 2 elements behind them in the same array
+    value: Any  # None if they are INTERLEAVED
     key_rows: Any  # `paging.Rows`
     value_rows: Any
     table: Any  # `paging.Table`
     first: Any  # int32 [sequences], the first key that counts; None: 0
     last: Any  # int32 [sequences], one past the last key
     room: Any  # the most keys of a sequence; lengths are clamped to it
+    # A value is HEAD / 2 elements behind its key, in the same array. Triton 3.6 loses compile-time
+    # members of inner bundles in loops, unless one of the outer bundle's comes after them.
+    INTERLEAVED: tl.constexpr
 
 
 class Options(NamedTuple):
@@ -124,7 +127,7 @@ def attend(
     """
     BM: tl.constexpr = queries.tile.shape[0]
     key = cache.key + i_g * cache.key_rows.HEAD
-    if cache.value is None:
+    if cache.INTERLEAVED:
         value = key + cache.value_rows.HEAD // 2
     else:
         value = cache.value + i_g * cache.value_rows.HEAD

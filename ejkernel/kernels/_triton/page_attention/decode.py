@@ -31,8 +31,9 @@ def decode_attention_kernel(
     i_s = tl.program_id(0) // (HEAD_PROGRAMS * SPLITS)
     i_g = i_x // tiles.HEAD_TILES
     tokens = packed.tokens_of(sequences, i_s)
-    if (tokens.count == 0) | (tokens.count > tiles.TOKENS):
-        return
+    if sequences.starts is not None:  # else every sequence has one token
+        if (tokens.count == 0) | (tokens.count > tiles.TOKENS):
+            return
     o_r = tl.arange(0, tiles.BLOCK)
     rows = packed.tile_rows(tiles, i_g, i_x % tiles.HEAD_TILES, o_r, tokens.count)
     first, last = cached.key_range(cache, i_s)

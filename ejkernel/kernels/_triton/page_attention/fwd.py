@@ -22,6 +22,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         first=None,
         last=args.context_lens,
         room=of.reach,
+        INTERLEAVED=False,
     )
     batch = args.query.shape[0]
     sequences = packed.Packed(None, None, batch)

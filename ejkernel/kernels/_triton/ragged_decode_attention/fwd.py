@@ -25,6 +25,7 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         first=args.sequence_start,
         last=args.sequence_end,
         room=length,
+        INTERLEAVED=False,
     )
     prepared = call.prepare(args, args.query, cache, packed.Packed(None, None, batch), batch)
     made = decode.run(prepared, config.row_tiles(of), cfg)

@@ -83,6 +83,7 @@ def _prepare(args: Any) -> call.Call:
         first=None,
         last=args.context_lens,
         room=of.reach,
+        INTERLEAVED=True,
     )
     sequences = packed.Packed(args.query_start_loc, args.num_seqs, args.queries.shape[0])
     return call.prepare(args, args.queries, cache, sequences, args.block_tables.shape[0])
