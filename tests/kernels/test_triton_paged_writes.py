@@ -16,7 +16,6 @@ from ejkernel._device import Target
 from ejkernel.callib import _triton_call
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._triton._blocks import scatter
-from tests.backend import BACKEND
 from tests.kernels import harness
 
 # op: its arrays of pages, and shapes of all arrays for three tokens
@@ -71,7 +70,7 @@ def test_one_launch_takes_the_memory_of_the_pages(op):
     assert [launch.outvars[out] for _, out in aliases] == program.outvars
 
 
-@pytest.mark.skipif(BACKEND != "gpu", reason="reads a program that is compiled for a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", WRITERS)
 def test_donated_pages_are_not_copied(op):
     given, (count, _) = (*arrays(op), jnp.array([11, -1, 2])), WRITERS[op]
