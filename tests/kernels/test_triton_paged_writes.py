@@ -1,6 +1,8 @@
 """The Triton kernel that writes tokens into pages: dtypes, sizes, and whose memory it takes."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,17 @@ def test_one_launch_takes_the_memory_of_the_pages(op):
     # the pages themselves, which nothing has copied, become the results
     assert [launch.invars[operand] for operand, _ in aliases] == program.invars[:count]
     assert [launch.outvars[out] for _, out in aliases] == program.outvars
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", WRITERS)
+def test_donated_pages_are_not_copied(op):
+    given, (count, _) = (*arrays(op), jnp.array([11, -1, 2])), WRITERS[op]
+    write = functools.partial(getattr(modules, op), platform="triton")
+    made = jax.jit(write, donate_argnums=range(count)).lower(*given).compile()
+    assert made.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in given[:count])
+    of_pages = [rf" = f32\[{','.join(map(str, x.shape))}\]\S* copy\(" for x in given[:count]]
+    assert not any(re.search(pattern, made.as_text()) for pattern in of_pages)
 
 
 def test_many_heads_take_several_programs_a_token(monkeypatch):
