@@ -18,6 +18,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._blocks import (
     addresses,
     attention,
+    block_lists,
     block_ranges,
     logits,
     mask,
@@ -27,7 +28,7 @@ from ejkernel.kernels._triton._blocks import (
 from ejkernel.kernels._triton.flash_attention import bwd, bwd_keys, bwd_queries, config, fwd
 
 SPEC = kernel_registry.spec("flash_attention")
-BLOCKS = [addresses, attention, block_ranges, logits, mask, philox, softmax]
+BLOCKS = [addresses, attention, block_lists, block_ranges, logits, mask, philox, softmax]
 CACHE = pathlib.Path(__file__).parents[2] / ".cache"
 TARGETS = {
     "cuda:sm_80": Target(kind="gpu", model="A100", capability="8.0"),
