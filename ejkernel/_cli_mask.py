@@ -106,7 +106,7 @@ def _mask_info(arguments: argparse.Namespace, t: int, s: int) -> Any:
         ids[0, : sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
         info = MaskInfo.from_segments(ids)
     if arguments.window is not None:
-        sides = _numbers("--window", arguments.window)
+        sides: Any = _numbers("--window", arguments.window)
         info = info.apply_sliding_window(sides[0] if len(sides) == 1 else sides)
     return info.apply_causal() if arguments.causal else info
 

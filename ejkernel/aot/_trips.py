@@ -210,13 +210,15 @@ class _Walk:
         test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         consts = values[skip : skip + params["body_nconsts"]]
         carry = values[skip + params["body_nconsts"] :]
-        trips, low, index = None, None, None
+        trips: Any = None
+        low: Any = None
+        index = 0
         if len(test.eqns) == 1 and test.eqns[0].primitive.name == "lt" and not skip:
             place = {v: i for i, v in enumerate(test.invars)}
             ends = [place.get(v) if not hasattr(v, "val") else None for v in test.eqns[0].invars]
             low, high = (None if i is None else carry[i] for i in ends)
             if low is not None and high is not None:
-                trips, index = np.maximum(high - low, 0), ends[0]
+                trips, index = np.maximum(high - low, 0), ends[0] or 0
         self.control.append(None if trips is None else Control("loop", _mean(trips, weight)))
         unknown: list[Any] = [None] * len(carry)
         if trips is None or trips.sum() > _MOST_STEPS:
@@ -225,7 +227,7 @@ class _Walk:
             return
         # every trip of every grid step is a step of its own, so that the loop's index is known
         step = np.repeat(np.arange(trips.size), trips)
-        unknown[index] = (low + 0)[step] + _counts(trips).astype(low.dtype)
+        unknown[index] = low[step] + _counts(trips).astype(low.dtype)
         consts = [c[step] if isinstance(c, np.ndarray) and c.shape == trips.shape else c
                   for c in consts]  # fmt: skip
         inside = _Walk(self.ids[:, step], self.grid, self.control)

@@ -6,6 +6,7 @@ names to the JAX versions that the package supports.
 """
 
 import functools
+import importlib.metadata
 import zlib
 from collections.abc import Sequence
 from typing import Any, cast
@@ -34,9 +35,8 @@ def library() -> Any:
 @functools.cache
 def has_scratch() -> bool:
     """Whether a launch gives a kernel global memory of its own, which tensor descriptors need."""
-    import jaxlib
-
-    return tuple(int(part) for part in jaxlib.__version__.split(".")[:2]) >= (0, 11)
+    version = importlib.metadata.version("jaxlib")
+    return tuple(int(part) for part in version.split(".")[:2]) >= (0, 11)
 
 
 @functools.cache

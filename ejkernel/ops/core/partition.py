@@ -175,11 +175,9 @@ class Cut:
         operands = [mapping(*x) for x in zip(self.operands, self.shapes[:count], strict=True)]
         operands += [mapping([None] * rank, [1] * rank) for rank in extra]
         results = [mapping(*x) for x in zip(self.results, self.shapes[count:], strict=True)]
+        told: dict[str, Any] = {n: size for n, size in sizes.items() if n not in inferred}
         return SdyShardingRule(
-            tuple(operands),
-            tuple(results),
-            need_replication_factors=tuple(whole),
-            **{name: size for name, size in sizes.items() if name not in inferred},
+            tuple(operands), tuple(results), need_replication_factors=tuple(whole), **told
         )
 
     def _factors(self, main: str, pieces: int) -> dict[str, int]:

@@ -55,7 +55,8 @@ class Call:
         count = (cut.token < self.t).reshape(steps, size).sum(axis=1)
         used = count > 0
         # steps after the last sequence stay at its state, which they do not touch
-        slot = jnp.where(used, cut.sequence, jnp.max(jnp.where(used, cut.sequence, 0)))
+        sequence: Any = cut.sequence
+        slot = jnp.where(used, sequence, jnp.max(jnp.where(used, sequence, 0)))
         rows = [slot, cut.first & used, cut.last & used, count]
         return jnp.stack([jnp.asarray(row, jnp.int32) for row in rows])
 

@@ -18,12 +18,12 @@ from ejkernel.kernels._pallas.tpu.linear_recurrence.halves import Side
 class Operands(NamedTuple):
     """A chunk in float32; gates are logs, and absent ones None."""
 
-    q: jax.Array | None  # [c, d], scaled; None where only states are wanted
-    k: jax.Array  # [c, d]
-    v: jax.Array  # [c, e]
+    q: Any  # [c, d], scaled; None where only states are wanted
+    k: Any  # [c, d]
+    v: Any  # [c, e]
     rows: jax.Array | None  # [c, d], gates of the state's rows
     columns: jax.Array | None  # [c, e], gates of its columns
-    token: jax.Array | None  # [8, c], one gate for all rows, and sums of it: `scalar.token_rows`
+    token: Any  # [8, c], one gate for all rows, and sums of it: `scalar.token_rows`
     gamma: Any  # a number, the gate of the first `count` tokens
     count: Any  # tokens that are real; zeros follow
 

@@ -55,7 +55,7 @@ class Chunk(chunk.AbstractChunk):
             jnp.broadcast_to(columns[:, i : i + 1], (self.c, tiles.LANES)) for i in range(3)
         )
 
-        def between() -> jax.Array:
+        def between() -> Any:
             # the gate of row r counts for pairs whose key, a lane, comes before it
             before = jnp.where(self._lanes < self._rows, tiles.wide(gate, self.c), 0.0)
             ones = self._seen.astype(jnp.float32).astype(jnp.bfloat16)
