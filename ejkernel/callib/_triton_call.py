@@ -72,15 +72,15 @@ def triton_call(  # noqa: PLR0913 (a public signature; all but the first by name
     _triton_check.check(kernel, given, grid)
     _triton_check.check_options(kernel, settings, options or {})
     arrays: list[jax.Array] = []
-    wanted = [name for name, shape in outputs.items() if shape is not None]
+    # a launch takes the memory of its results in the order of the kernel's parameters
+    wanted = [name for name in kernel.arg_names if outputs.get(name) is not None]
+    shapes: list[Any] = [outputs[name] for name in wanted]
     launch = Launch(
         kernel=kernel,
         parameters=_parameters(kernel, given, wanted, arrays),
         grid=tuple(int(n) for n in grid),
         options=tuple(sorted({**settings, **(options or {})}.items())),
-        out=tuple(
-            (tuple(o.shape), jnp.dtype(o.dtype).name) for o in outputs.values() if o is not None
-        ),
+        out=tuple((tuple(o.shape), jnp.dtype(o.dtype).name) for o in shapes),
         zeroed=frozenset(wanted.index(name) for name in zeroed if name in wanted),
         aliases=(),
         cost=cost,

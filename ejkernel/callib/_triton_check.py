@@ -44,6 +44,7 @@ def check(kernel: Any, given: Given, grid: Sequence[int]) -> None:
         if not isinstance(value, kind) or isinstance(value, str):
             raise TypeError(f"{what}: `{name}` must {words}; got {value!r}.")
     _check_names(what, kernel, given)
+    _check_order(what, kernel, given)
     for name, value in given.constants.items():
         _check_hashable(what, f"the constant `{name}`", value)
     for name, output in given.outputs.items():
@@ -176,6 +177,21 @@ def _check_names(what: str, kernel: Any, given: Given) -> None:
         if isinstance(name, str) and name.split(".")[0] not in names:
             raise ValueError(
                 f"{what}: `do_not_specialize` names {name!r}; the kernel's parameters are {names}."
+            )
+
+
+def _check_order(what: str, kernel: Any, given: Given) -> None:
+    """A launch takes the memory of all arrays, then that of all outputs."""
+    outputs = [name for name in kernel.arg_names if given.outputs.get(name) is not None]
+    if not outputs:
+        return
+    for name in kernel.arg_names[kernel.arg_names.index(outputs[0]) :]:
+        leaves = arguments.given(given.inputs.get(name), (name,))
+        arrays = (x for _, x, constant in leaves if not (constant or arguments.is_int(x)))
+        if any(hasattr(x, "shape") for x in arrays):
+            raise ValueError(
+                f"{what}: the array `{name}` comes after the output `{outputs[0]}` among the "
+                "kernel's parameters. Move the outputs behind the inputs."
             )
 
 

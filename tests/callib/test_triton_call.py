@@ -18,7 +18,7 @@ from ejkernel.callib import (
     _triton_launch,
     triton_call,
 )
-from ejkernel.callib._triton_arguments import Array, Bundle, Exact
+from ejkernel.callib._triton_arguments import Array, Bundle, Exact, Output
 from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.xla_utils import manual
 
@@ -626,7 +626,7 @@ def _affine(x, o, affine, N: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("affine.limit", "affine.offset.step"))
-def affine_kernel(affine, out, x, N: tl.constexpr):
+def affine_kernel(affine, x, out, N: tl.constexpr):
     """min((FACTOR x + offset[1:])^2, limit); each member but KIND may be absent."""
     o = tl.arange(0, N)
     tl.store(out + o, _affine(tl.load(x + o), o, affine, N))
@@ -642,6 +642,47 @@ def affine(x, values=None, factor=None, kind="", limit=None, step=1, twice=False
         N=x.shape[-1],
         **options,
     )["out"]
+
+
+def test_results_are_in_the_order_of_the_kernels_parameters():
+    """A GPU takes the memory of results one after another, whatever the order of the mapping."""
+    wide = jax.ShapeDtypeStruct((12,), jnp.float32)
+
+    def call(x):
+        return triton_call(
+            scaled_sum_kernel,
+            inputs={"n": 10, "y": Y, "x": x},
+            outputs={"product": wide, "total": OUT},
+            grid=(3,),
+            FACTOR=2.0,
+            BLOCK=4,
+        )
+
+    ((launch, _),) = launches(call, X)
+    leaves = [*map(repr, (launch.parameters[i] for i in (0, 1, 3, 4)))]
+    assert leaves == [repr(x) for x in (Array(0), Array(1), Output(0), Output(1))]
+    assert [shape for shape, _ in launch.out] == [(10,), (12,)]
+    made = call(X)
+    assert list(made) == ["product", "total"]
+    np.testing.assert_allclose(made["total"], 2 * X + Y, rtol=1e-6)
+    np.testing.assert_allclose(made["product"][:10], X * Y, rtol=1e-6)
+
+
+@triton.jit
+def out_first_kernel(out, x, B: tl.constexpr):
+    o = tl.arange(0, B)
+    tl.store(out + o, tl.load(x + o))
+
+
+def test_an_array_behind_an_output_is_refused():
+    with pytest.raises(ValueError, match=r"`x` comes after the output `out`.*Move the outputs"):
+        triton_call(
+            out_first_kernel,
+            inputs={"x": X[:8]},
+            outputs={"out": jax.ShapeDtypeStruct((8,), jnp.float32)},
+            grid=(1,),
+            B=8,
+        )
 
 
 V = np.arange(18, dtype=np.float32) / 8
@@ -728,7 +769,7 @@ def test_vmap_over_a_member(axes, tmp_path):
         assert _triton_call.compile_launch(launch, avals, HOPPER).name == "affine_kernel_batched"
     out = np.full((3, 8), np.nan, np.float32)
     offset = Bundle(Offset, (np.ascontiguousarray(rows), 1, Exact(False)))
-    own = [Bundle(Affine, (Exact(0.5), Exact(""), 2, offset)), out, xs, Exact(8)]
+    own = [Bundle(Affine, (Exact(0.5), Exact(""), 2, offset)), xs, out, Exact(8)]
     count = len(plan.kernel.arg_names) - len(own)
     _triton_interpret.run(plan.kernel, [*own, *plan.parameters[-count:]], plan.grid)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
