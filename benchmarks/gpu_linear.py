@@ -21,7 +21,7 @@ _LAYER = {"layer_idx": 3, "num_layers": 12}
 # rows, length, heads and head size of the bar in milliseconds
 _TIMED = (4, 4096, 16, 128)
 _OURS = Bar(0.98, BEST, of=AUTO)
-_STEPS = 128  # sequences that decode together
+_DECODE_BATCH = 128  # sequences that decode together
 
 
 def sizes(model, length):
@@ -75,7 +75,7 @@ COPY = Peer(
 )
 
 
-def decode(model, batch=_STEPS):
+def decode(model, batch=_DECODE_BATCH):
     heads, d = model
     return Workload(
         "gla",

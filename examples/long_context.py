@@ -5,7 +5,8 @@ a passage of its own, anywhere. Each of the last queries asks for one of them; i
 if the output is nearest to its value. Every method answers all queries, as a model that reads its
 context does, and its time and temporary memory are measured.
 
-Stops with an error when full or native sparse attention misses a needle. For a plot:
+Stops with an error when full or native sparse attention misses a needle. `--plot FILE` draws time
+and memory against length.
 
 Needs: pip install matplotlib
 """

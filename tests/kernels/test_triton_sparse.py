@@ -90,6 +90,13 @@ def test_tiles_may_be_smaller_than_blocks():
     both(BUILDERS["bigbird"], 64, 70, 100, cfg, causal=True, sliding_window=(80, 0))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_tiles_behind_the_last_token_do_not_count(options):
+    """Tiles divide the lengths, and the mask's blocks do not."""
+    cfg = config.Config(block_q=16, block_k=16, num_stages=1)
+    both(block_mask.local(1), 32, 48, 48, cfg, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("name", BUILDERS)

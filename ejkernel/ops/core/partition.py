@@ -222,7 +222,8 @@ def _bind(cut: Cut, body: Body, arrays: Sequence[jax.Array]) -> tuple[jax.Array,
     from jax.experimental.custom_partitioning import custom_partitioning
 
     count = len(arrays)
-    # JAX wants no constants inside; a kernel's tables become operands that no device reads
+    # JAX allows no captured constants here: a kernel's tables become operands. A partitioned body
+    # makes its own.
     traced = jax.make_jaxpr(lambda *xs: tuple(body(xs, {})))(*arrays)
     shapes = tuple(tuple(x.shape) for x in (*arrays, *traced.out_avals))
     cut = dataclasses.replace(cut, shapes=shapes)

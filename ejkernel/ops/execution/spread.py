@@ -26,7 +26,7 @@ def spread(inv: Invocation, made: Implementation, run: Run, instead: Run | None)
     kind = None if inv.target is None else inv.target.kind
     mesh = jax.sharding.get_abstract_mesh()
     cut = bool(mesh.manual_axes)  # a shard_map has
-    # for a mesh without devices, a program with a rule is not lowered
+    # nothing is to be cut on one device, and an abstract mesh of one lowers no rule
     alone = not mesh.empty and mesh.size == 1
     if made.portable or made.derivative != "rule" or cut or alone:
         return run

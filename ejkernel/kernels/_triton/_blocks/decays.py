@@ -1,7 +1,7 @@
 """Decays inside a chunk: products of the gates of their own steps, never quotients of longer ones.
 
 A log gate of -20 after which gates are weak would otherwise cost the weak ones their digits, and
-exp(-cum) overflows. Sums of log gates are products with matrices of zeros and ones.
+exp(-cum) overflows. Sums of log gates of elements are products with matrices of zeros and ones.
 
 With a gate for each element, two tokens of a chunk meet in the middle of the smallest block of
 2, 4, .. C tokens that holds both: the decay from the earlier token to the middle goes to the key,
@@ -36,6 +36,12 @@ def decay(x):
 
 
 @triton.jit
+def _constant_gate(gates, i_h):
+    gamma = tl.load(gates.gamma + i_h).to(tl.float32)
+    return tl.maximum(gamma, _STRONGEST, tl.PropagateNan.ALL)
+
+
+@triton.jit
 def head_gates(gates, span, i_h, o_c):
     """Log gates of one head that all elements share, float32 [C]; 0 beyond the tokens."""
     total = tl.zeros(o_c.shape, tl.float32)
@@ -45,7 +51,7 @@ def head_gates(gates, span, i_h, o_c):
         total += tl.load(p, mask=inside, other=0.0).to(tl.float32)
     if gates.gamma is not None:
         total += tl.where(inside, tl.load(gates.gamma + i_h).to(tl.float32), 0.0)
-    return tl.maximum(total, _STRONGEST)
+    return tl.maximum(total, _STRONGEST, tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def element_gates(gates, span, i_h, o_c, o_d):
     b_a = chunks.load(gates.gk, span, i_h, o_c, o_d).to(tl.float32)
     if (gates.g is not None) or (gates.gamma is not None):
         b_a += head_gates(gates, span, i_h, o_c)[:, None]
-    return tl.maximum(b_a, _STRONGEST)
+    return tl.maximum(b_a, _STRONGEST, tl.PropagateNan.ALL)
 
 
 # Sums over a chunk, for gates of elements
@@ -139,7 +145,7 @@ def head_pairs(gates, b_a, i_h, C: tl.constexpr):
         between = tl.cumsum(tl.where(o_t > o_s, b_a[:, None], 0.0), 0)
         return tl.where(o_t >= o_s, decay(between), 0.0)
     elif gates.gamma is not None:
-        gamma = tl.maximum(tl.load(gates.gamma + i_h).to(tl.float32), _STRONGEST)
+        gamma = _constant_gate(gates, i_h)
         return tl.where(o_t >= o_s, decay((o_t - o_s).to(tl.float32) * gamma), 0.0)
     else:
         return tl.where(o_t >= o_s, 1.0, 0.0)
@@ -158,7 +164,7 @@ def head_sums(gates, b_a, span, i_h, C: tl.constexpr):
         o_c = tl.arange(0, C)
         gamma = tl.full([], 0.0, tl.float32)
         if gates.gamma is not None:
-            gamma = tl.maximum(tl.load(gates.gamma + i_h).to(tl.float32), _STRONGEST)
+            gamma = _constant_gate(gates, i_h)
         start = tl.minimum(o_c + 1, span.count).to(tl.float32) * gamma
         end = tl.maximum(span.count - 1 - o_c, 0).to(tl.float32) * gamma
         return start, end, span.count.to(tl.float32) * gamma

@@ -112,8 +112,8 @@ def find(groups, bounds, i, BM: tl.constexpr, EVERY_ROW: tl.constexpr):
             other = i - bounds.count
             leading = tl.cdiv(bounds.low, BM)
             in_front = other < leading
-            far = bounds.high + (other - leading) * BM
-            row = tl.where(owned, row, tl.where(in_front, other * BM, far))
+            trailing = bounds.high + (other - leading) * BM
+            row = tl.where(owned, row, tl.where(in_front, other * BM, trailing))
             stop = tl.where(owned, stop, tl.where(in_front, bounds.low, groups.rows))
         return Tile(tl.where(owned, group - bounds.first, 0), row, stop, owned)
 

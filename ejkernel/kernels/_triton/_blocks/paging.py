@@ -38,7 +38,7 @@ def table(ids: Any, pages: int, size: int) -> Table:
     """The table of a call, whose ids are [sequences, blocks]."""
     if not ids.shape[1]:  # kernels look up a page before they know that there is no key
         ids = jnp.zeros((ids.shape[0], 1), jnp.int32)
-    return Table(ids, ids.shape[1], pages, size)
+    return Table(ids, ids.shape[1], pages, max(size, 1))  # a page of no slots is never read
 
 
 def rows(page: Sequence[int], width: int) -> Rows:

@@ -16,6 +16,11 @@ class Call(flash.Call):
     def __init__(self, args: Any, cfg: config.Config):
         config.check(args, cfg)
         super().__init__(args, cfg)
+        # a list visits all tiles of a block of the mask, also those behind the last token
+        self.cut_queries = bool(self.tokens.num_q % args.block_size)
+        self.cut_keys = bool(self.tokens.num_k % args.block_size)
+        self.cut = self.cut_queries or self.cut_keys
+        self.masks = self.masks or self.cut
 
     def key_schedule(self) -> block_ranges.Schedule:
         turns = self.interleaved(self.args.query.shape[2])

@@ -1,7 +1,8 @@
 """The two grouped products in Triton: rows times their matrix, and sums over a matrix's rows.
 
-Programs are persistent: each takes every so-manieth tile of the result. Tiles are in the order of
-the groups, so that programs at work at one time share a matrix; a tile has rows of one group only.
+Programs are persistent: program p takes the tiles p, p + programs, .. of the result. Tiles are in
+the order of the groups, so that programs at work at one time share a matrix; a tile has rows of one
+group only.
 """
 
 from typing import Any, NamedTuple

@@ -194,8 +194,11 @@ def testing(args: Any, direction: str) -> Config:
 
 
 def from_params(guess: Config, settings: dict[str, Any]) -> Config:
-    """The guess with the caller's sizes; `block_q` of the portable spelling is the chunk."""
+    """The guess with the caller's sizes; `block_q` is the chunk, and `block_k` means nothing."""
     mine = {name: value for name, value in settings.items() if hasattr(guess, name)}
     if "block_q" in settings:
         mine |= {"block_t": settings["block_q"], "recurrent": False}
+    elif guess.recurrent:  # its one launch is that of the states
+        for own, name in (("state_warps", "num_warps"), ("state_stages", "num_stages")):
+            mine |= {own: settings[name]} if name in settings else {}
     return dataclasses.replace(guess, **mine)

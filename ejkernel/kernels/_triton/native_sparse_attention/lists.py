@@ -139,6 +139,8 @@ def inverse(
     bits = (across.astype(jnp.int32)[:, :, :, None] >> shift) & 1
     counts = bits.sum(axis=-1).reshape(batch, groups, -1)[..., :num_blocks].reshape(-1)
     total, rows = batch * groups * t * most_blocks(args), counts.shape[0]
+    # at most about five sums for a block, where a token may select any number of blocks
+    piece = max(piece, next_power_of_2(cdiv(total, 4 * max(rows, 1))))
     most = cdiv(total, piece) + rows  # each block may leave a piece that is not full
     ends = jnp.cumsum(jnp.stack([counts, -(-counts // piece)]), axis=1, dtype=jnp.int32)
     offsets, pieces = jnp.pad(ends, ((0, 0), (1, 0)))

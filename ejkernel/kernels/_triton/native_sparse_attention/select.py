@@ -93,7 +93,7 @@ def nsa_choose_kernel(
     scratch,
     BT: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes every so-many-th tile of BT tokens of a batch and key head."""
+    """Program p takes tiles p, p + programs, .. of BT tokens of a batch and key head."""
     M: tl.constexpr = BT * sparse.PADDED
     D: tl.constexpr = sparse.key_rows.WIDTH
     UNITS: tl.constexpr = sparse.FACTOR * softmax.LOG2_E

@@ -81,7 +81,7 @@ def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
 def _bytes(args: Any, direction: str, cfg: Config) -> tuple[int, int]:
     """What the busiest multiprocessor reads for a step's product; then, the number of programs.
 
-    Weights and states come from the second cache, which is what a step waits for.
+    Weights and states come from the L2 cache, which is what a step waits for.
     """
     (directions, rows, d), batch = args.w_hh.shape, args.inputs.shape[0]
     gates = rows // max(d, 1)

@@ -2,7 +2,7 @@
 
 The inputs of all steps are projected by one matrix product before. A step's launch multiplies the
 state by a block of rows of each gate's weights and finishes the cell; the weights come from the
-second cache. The state goes from launch to launch in the dtype of products, in two halves of an
+L2 cache. The state goes from launch to launch in the dtype of products, in two halves of an
 array that take turns; each program keeps its own part of it in float32 besides. Where all weights
 fit into a multiprocessor, a program holds them and runs all steps of its batch rows.
 """

@@ -37,9 +37,10 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
 
     CPU: a thousand rows fill a matrix product, and what is made of them stays in the cache; all
     steps at once are a tenth slower (LSTM, 16 x 256 x 256 batch, steps, features; AMD EPYC). It has
-    no products of bfloat16. A GPU spends a step on launches and on reading weights: 17 ms for 512
-    steps of 64 rows of 1024 features on an H200 with float32 products, 5.4 for a plain scan in
-    bfloat16. The numbers for a GPU follow from counts of launches; they are not measured.
+    no products of bfloat16. A GPU spends a step on launches and on reading weights: an earlier form
+    with float32 products took 17 ms for 512 steps of 64 rows of 1024 features on an H200, a plain
+    scan in bfloat16 5.4. What is chosen here for a GPU follows from counts of launches; it is not
+    measured.
     """
     batch, t, _ = args.inputs.shape
     rows = 1024 if target.kind == "cpu" else _MOST_ROWS

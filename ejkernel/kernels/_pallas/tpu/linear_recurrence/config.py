@@ -106,7 +106,7 @@ def testing(args: Any, direction: str) -> Config:
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
-    """The guess with the caller's sizes; `block_q` of the portable spelling is the chunk."""
+    """The guess with the caller's chunk, `block_q`; the other sizes mean nothing here."""
     if "block_q" not in settings:
         return guess
     chunk = settings["block_q"]
