@@ -91,7 +91,16 @@ def check(op, entry_name, direction, call, target, record_property, every=False)
             assert all(kernel.shared_bytes <= limit for kernel in made["kernels"])
 
 
-@pytest.mark.parametrize(("op", "entry", "direction", "call", "target"), rows(QUICK))
+def in_time():
+    """In `make test` an example of each kernel, for AMD forward alone; all of flash attention's."""
+    for op, name, direction, call, target in rows(QUICK):
+        own = harness.find_entry(op, name).base is None and call == "example"
+        quick = own and (target != "hip:gfx942" or direction == "forward")
+        late = [] if quick or op == "flash_attention" else [pytest.mark.slow]
+        yield pytest.param(op, name, direction, call, target, marks=late)
+
+
+@pytest.mark.parametrize(("op", "entry", "direction", "call", "target"), list(in_time()))
 def test_the_first_guess_compiles(op, entry, direction, call, target, record_property):
     check(op, entry, direction, call, target, record_property)
 

@@ -50,21 +50,23 @@ def commit():
 def quick_cases(entry, names):
     """The cases that `make test` runs of an entry; `make test-all` runs all of them.
 
-    An interpreter is slow: the plain call, what is special about attention, everything at once,
-    and one of the others, which changes with the commit. XLA has the first nine, or four where no
-    other kernel serves the op.
+    An interpreter is slow: everything at once, and one of the others, which changes with the
+    commit; of `flash_attention`, whose kernels serve other ops too, also the plain call and what is
+    special about attention. XLA has the first five, and nine of `flash_attention`.
     """
+    slow, leading = harness.interpreted(entry), entry.op == "flash_attention"
     if entry.base is not None:  # a derived op, whose base has the cases of its own
         rich = ("cover00",) if harness.computes_first(entry) else ()
-        return {n for n in names if n in ("plain", "packed", *rich)} or set(names[:2])
-    if harness.interpreted(entry) and harness.is_schedule(entry):
+        found = [n for n in names if n in ("packed", "plain", *rich)] or names[:2]
+        return set(found[:1] if slow else found)
+    if slow and harness.is_schedule(entry):
         return {n for n in names if n == "cover00"}
-    if harness.interpreted(entry):
-        fixed = [n for n in names if n in ("plain", "causal_window_sinks", "cover00")]
+    if slow:
+        special = ("plain", "causal_window_sinks") if leading else ()
+        fixed = [n for n in names if n in ("cover00", *special)] or names[:1]
         others = [n for n in names if n not in fixed]
         return {*fixed, *others[commit() % len(others) :][:1]} if others else set(fixed)
-    alone = len(kernel_registry.list(entry.op)) == 1
-    return set(names[:4] if alone else names[:9])
+    return set(names[: 9 if leading else 5])
 
 
 def in_core():
@@ -93,6 +95,7 @@ def in_halves():
         own = entry.base is None and not (harness.is_schedule(entry) and harness.interpreted(entry))
         late = [] if rich and own else slow
         yield pytest.param(*row, "bfloat16", marks=[*marks, *late])
+        own &= row[0] == "flash_attention"
         late = [] if row[1].startswith("triton") and not rich and own else slow
         yield pytest.param(*row, "float16", marks=[*marks, *late])
 

@@ -33,7 +33,7 @@ def rows():
         for entry in kernel_registry.list(op):
             for number, case in enumerate(kernel_registry.spec(op).padded):
                 slow = harness.interpreted(entry)
-                quick = entry.base is None and (number == 0 or slow)
+                quick = entry.base is None and number == 0
                 quick &= not (slow and harness.is_schedule(entry))
                 quick |= harness.computes_first(entry) and number == 0 and not slow
                 late = [] if quick else [pytest.mark.slow]

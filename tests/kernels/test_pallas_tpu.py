@@ -147,10 +147,11 @@ def test_a_block_too_far_is_caught(monkeypatch):
 
 
 def test_a_table_one_block_too_long_is_caught(monkeypatch):
-    def tiles(self, at, step, visit=call.Call.tiles):
+    def tiles(self, refs, at, step, visit=call.Call.tiles):
         first, full, ragged, last = at.bounds
         longer = (first, full, ragged + 1, last + 1)
-        visit(self, call.Place(at.batch, at.head, at.held, at.first, longer, at.bands), step)
+        place = call.Place(at.batch, at.head, at.held, at.first, longer, at.bands)
+        visit(self, refs, place, step)
 
     monkeypatch.setattr(call.Call, "tiles", tiles)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)out.of.bounds"):

@@ -22,7 +22,9 @@ def rows():
         for entry in kernel_registry.list(op):
             for name, (axis, _) in SIZES.items():
                 if axis in axes and not (op == LENGTHS_OF_ITS_OWN and axis != "b"):
-                    late = [] if name in QUICK else [pytest.mark.slow]
+                    quick = name in QUICK and entry.base is None
+                    quick &= name == "no_batch" or not harness.interpreted(entry)
+                    late = [] if quick else [pytest.mark.slow]
                     yield pytest.param(op, entry.name, name, marks=[*harness.marks(entry), *late])
 
 

@@ -50,7 +50,8 @@ class RingAttentionArgs(_spec.OpArgs):
     alibi_slopes: Float[Array, "h"] | None = None
     return_lse: bool = _spec.static(default=False)
     dropout_offset: Integer[Array, "two"] | None = _spec.internal()
-    devices: int = _spec.hidden(default=1)
+    # nobody sets it: the mesh says it
+    devices: int = _spec.hidden(default=1, unset=lambda value, args: True)
 
 
 @dataclasses.dataclass(frozen=True)

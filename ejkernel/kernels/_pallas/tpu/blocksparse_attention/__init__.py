@@ -1,7 +1,9 @@
 """Block-sparse attention on TPUs, in bfloat16 and float32; masks of blocks known or traced."""
 
 import functools
+from typing import Any
 
+from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu import flash_attention
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import call, config
 from ejkernel.kernels._pallas.tpu.flash_attention import bwd, fwd
@@ -12,6 +14,19 @@ _HONOURS = frozenset({
     "logits_soft_cap", "softmax_aux", "q_segment_ids", "kv_segment_ids", "return_lse",
 })  # fmt: skip
 
+_MOST_COUNTS = 1 << 16  # two numbers of 4 bytes each, half of the scalar memory of a v5e
+
+
+def _requires(args: Any) -> str | None:
+    """What the kernels cannot do: those of dense attention, and lists beyond scalar memory."""
+    size, _ = config.sizes(args.block_size)
+    rows = max(cdiv(x.shape[1], size) for x in (args.query, args.key))
+    batch, heads = args.sparsity_mask.shape[:2]
+    if (counts := batch * heads * rows) > _MOST_COUNTS:
+        return f"needs at most {_MOST_COUNTS} rows of blocks in scalar memory; got {counts}"
+    return flash_attention.requires(args)
+
+
 kernel_registry.register(
     "blocksparse_attention",
     Platform.PALLAS,
@@ -19,5 +34,5 @@ kernel_registry.register(
     backward=functools.partial(bwd.backward, prepare=call.Call),
     config=config,
     honours=_HONOURS,
-    requires=flash_attention.requires,
+    requires=_requires,
 )(functools.partial(fwd.forward, prepare=call.Call))
