@@ -389,7 +389,8 @@ def test_a_step_is_measured_without_its_write():
     """A copy of the whole cache would hide the differences between configurations."""
     inv = Executor().invocation(RaggedPageAttentionV3(), **step()).keyed
     assert inv.kernel.name == "ragged_page_attention"
-    (implementation,) = inv.kernel.implementations(inv)
+    found = inv.kernel.implementations(inv)
+    implementation = next(i for i in found if i.name == "xla/any")
     args = inv.kernel.example_inputs(inv)
     outputs, _ = implementation.forward(args, implementation.heuristic(args, "forward"))
     assert len(outputs) == 1

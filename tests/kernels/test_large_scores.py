@@ -185,6 +185,8 @@ def softmax(x, seen):
     return weights / total, (top + np.log(total))[..., 0]
 
 
+# a TPU's interpreter does not run gradients inside a shard_map that checks what varies
+NOT_HERE = {("ring_attention_of_two_devices", "pallas/tpu")}
 ALIASES = {
     "scaled_dot_product_attention": "flash_attention",
     "ring_attention_of_two_devices": "ring_attention",
@@ -197,7 +199,7 @@ def by_entry(names):
         pytest.param(name, entry.name, marks=harness.marks(entry))
         for name in names
         for entry in kernel_registry.list(ALIASES.get(name, name))
-        if not entry.priority
+        if not entry.priority and (name, entry.name) not in NOT_HERE
     ]
 
 
