@@ -50,9 +50,9 @@ def commit():
 def quick_cases(entry, names):
     """The cases that `make test` runs of an entry; `make test-all` runs all of them.
 
-    An interpreter is slow: everything at once, and one of the others, which changes with the
-    commit; of `flash_attention`, whose kernels serve other ops too, also the plain call and what is
-    special about attention. XLA has the first five, and nine of `flash_attention`.
+    An interpreter is slow: everything at once on TPUs, and in Triton one of the others too, which
+    changes with the commit; of `flash_attention`, whose kernels serve other ops too, also the plain
+    call and what is special about attention. XLA has the first five, and nine of `flash_attention`.
     """
     slow, leading = harness.interpreted(entry), entry.op == "flash_attention"
     if entry.base is not None:  # a derived op, whose base has the cases of its own
@@ -64,7 +64,8 @@ def quick_cases(entry, names):
     if slow:
         special = ("plain", "causal_window_sinks") if leading else ()
         fixed = [n for n in names if n in ("cover00", *special)] or names[:1]
-        others = [n for n in names if n not in fixed]
+        more = leading or entry.platform == "triton"
+        others = [n for n in names if n not in fixed and more]
         return {*fixed, *others[commit() % len(others) :][:1]} if others else set(fixed)
     return set(names[: 9 if leading else 5])
 
@@ -93,7 +94,9 @@ def in_halves():
         marks, slow = harness.marks(entry), [pytest.mark.slow]
         rich = row[2] == "cover00"
         own = entry.base is None and not (harness.is_schedule(entry) and harness.interpreted(entry))
-        late = [] if rich and own else slow
+        quick = not harness.interpreted(entry) or row[0] == "flash_attention"
+        quick |= row[1].startswith("triton")
+        late = [] if rich and own and quick else slow
         yield pytest.param(*row, "bfloat16", marks=[*marks, *late])
         own &= row[0] == "flash_attention"
         late = [] if row[1].startswith("triton") and not rich and own else slow

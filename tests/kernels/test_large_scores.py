@@ -193,10 +193,15 @@ ALIASES = {
 }
 
 
+def quick(name, entry):
+    """Whether `make test` runs it: of interpreted kernels those with a softmax of their own."""
+    return name == "flash_attention" or (entry.platform == "triton" and entry.base is None)
+
+
 def by_entry(names):
     """(name, entry) for every kernel; "name-entry" is what the results of tests are sorted by."""
     return [
-        pytest.param(name, entry.name, marks=harness.marks(entry))
+        pytest.param(name, entry.name, marks=harness.marks(entry, quick=quick(name, entry)))
         for name in names
         for entry in kernel_registry.list(ALIASES.get(name, name))
         if not entry.priority and (name, entry.name) not in NOT_HERE
