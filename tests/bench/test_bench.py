@@ -167,7 +167,10 @@ def test_a_step_of_decoding_takes_the_state_of_the_step_before():
     first = step(**call.values)
     expected = step(**call.values | {"initial_state": first[1]})
     for name, value in zip(("out", "state"), expected, strict=True):
-        assert jnp.allclose(second[name], value, rtol=1e-2, atol=1e-2)
+        near = float(jnp.finfo(value.dtype).eps) * 8  # two compilations of one formula
+        assert jnp.allclose(second[name], value, rtol=near, atol=near)
+        if name == "state":  # and it is not that of the first step
+            assert not jnp.allclose(second[name], first[1], rtol=1e-2, atol=1e-2)
     (row,) = measure(made).rows
     assert row.program("xla/any").median > 0
     assert row.program("copy of the states").median > 0
