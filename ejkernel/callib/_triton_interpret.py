@@ -6,6 +6,7 @@ live in one process. The interpreter patches `triton.language` while it runs: on
 """
 
 import contextlib
+import dataclasses
 import functools
 import types
 import warnings
@@ -103,36 +104,54 @@ def _interpreted_language() -> Iterator[None]:
     # compile-time members of a bundle reach a kernel as plain values, as its own constants do
     unwrap = lambda value: value.value if isinstance(value, tl.constexpr) else convert(value)
     nothing = types.SimpleNamespace(restore=lambda: None)
+    made, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
+    numpy_dtype = interpreter._get_np_dtype
     try:
         for module, name, twin in twins:
             setattr(module, name, twin)
         patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
         interpreter._patch_lang = lambda fn: nothing
         interpreter._implicit_cvt = unwrap
+        # Sums and products of integers would be made again in 64 bits, half of all time here, for an
+        # assertion that the interpreter leaves out.
+        made.options = dataclasses.replace(options, sanitize_overflow=False)
+        interpreter._get_np_dtype = _numpy_dtypes(numpy_dtype)
         for name, method in _with_bfloat16(builder).items():
             setattr(builder, name, method)
         reduction.apply = _reduction_with_bfloat16(reduction.apply)
         yield
     finally:
         interpreter._patch_lang, interpreter._implicit_cvt = patch, convert
+        interpreter._get_np_dtype, made.options = numpy_dtype, options
         for place, content in kept:
             _put_back(place, content)
 
 
-def _is_bits(x: Any) -> bool:
-    import triton.language as tl
+def _numpy_dtypes(find: Any) -> Any:
+    """Triton's function for the NumPy dtype of a type, which makes a table at each call, cached."""
+    known: dict[str, Any] = {}
 
-    return x.dtype.scalar == tl.bfloat16
+    def cached(kind: Any) -> Any:
+        scalar = kind.scalar
+        if (found := known.get(scalar.name)) is None:
+            found = known[scalar.name] = find(scalar)
+        return found
+
+    return cached
+
+
+def _is_bits(x: Any) -> bool:
+    return x.dtype.scalar.name == "bf16"
 
 
 def _wide(x: Any) -> Any:
     """A tensor of the interpreter, as float32 if it is kept as the bits of bfloat16."""
+    if not _is_bits(x):
+        return x
     import ml_dtypes
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
-    if not _is_bits(x):
-        return x
     return TensorHandle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
 
 
