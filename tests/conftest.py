@@ -1,5 +1,6 @@
 """One environment for every test process, and the time budget printed after a run."""
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -60,6 +61,7 @@ def pytest_collection():
         return (yield)
     finally:
         jax.config.update("jax_platforms", platforms)
+        gc.freeze()  # thousands of tests, which no collection of garbage need look through again
 
 
 def pytest_collection_modifyitems(config, items):
