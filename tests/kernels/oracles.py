@@ -31,7 +31,8 @@ def _fingerprint() -> str:
     digest = hashlib.sha256()
     for path in sorted([*files, *(package / name for name in _FILES)]):
         digest.update(path.read_bytes())
-    digest.update(repr((jax.__version__, jaxlib.__version__, jax.default_backend())).encode())
+    made_by = (jax.__version__, jaxlib.__version__, jax.default_backend())
+    digest.update(repr((*made_by, os.environ.get("XLA_FLAGS"))).encode())
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._shared import token_chunks
+from ejkernel.kernels._shared import sums, token_chunks
 from ejkernel.kernels._xla._blocks import chunks
 from ejkernel.kernels._xla.flash_attention import bwd as flash
 from ejkernel.kernels._xla.linear_recurrence import chunk, config, fwd, recurrent
@@ -137,7 +137,7 @@ def _public(
         "g": lambda: whole["a"].sum(axis=-1),
         "gk": lambda: whole["a"],
         "gv": lambda: whole["b"],
-        "g_gamma": lambda: whole["a"].sum(axis=(0, 1, 3)),
+        "g_gamma": lambda: sums.by_head(whole["a"]),
     }
     asked = {n: x for n, x in args.arrays().items() if n in wanted and n != "initial_state"}
     return {

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._pallas.tpu.linear_recurrence import call, config, fwd
+from ejkernel.kernels._shared import sums
 from ejkernel.ops.core.kernel import BACKWARD
 
 _SOURCES = {
@@ -155,7 +156,7 @@ def _public(
         "g": lambda: tokens("rows").sum(axis=-1),
         "gk": lambda: tokens("rows"),
         "gv": lambda: tokens("columns"),
-        "g_gamma": lambda: tokens("rows").sum(axis=(0, 1, 3)),
+        "g_gamma": lambda: sums.by_head(tokens("rows")),
     }
     arrays = args.arrays()
     return {n: made().astype(arrays[n].dtype) for n, made in found.items() if n in wanted}

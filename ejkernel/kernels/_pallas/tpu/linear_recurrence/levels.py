@@ -20,7 +20,8 @@ class Chunk(chunk.AbstractChunk):
         super().__init__(x, dtype)
         self.c = x.k.shape[0]
         self.sizes = halves.sizes(self.c)
-        self._row_levels = self._column_levels = [None] * len(self.sizes)
+        self._row_levels: list[Any] = [None] * len(self.sizes)
+        self._column_levels: list[Any] = [None] * len(self.sizes)
         if x.rows is not None:
             self.rows, self._row_levels = halves.decays(x.rows)
         if x.columns is not None:
