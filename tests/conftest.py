@@ -86,8 +86,9 @@ def pytest_collection_modifyitems(config, items):
 # Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
 _QUICK = (
     *("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/", "tests/blocks/"),
-    "tests/bench/",
-    "tests/test_docs.py",
+    *("tests/bench/", "tests/test_docs.py", "tests/test_explain.py", "tests/test_examples.py"),
+    *("tests/test_seed_examples.py", "tests/test_integrations.py", "tests/test_moe_example.py"),
+    *("tests/test_linear_lm_example.py", "tests/test_long_context_example.py"),
 )
 
 

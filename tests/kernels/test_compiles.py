@@ -92,11 +92,16 @@ def check(op, entry_name, direction, call, target, record_property, every=False)
 
 
 def in_time():
-    """In `make test` an example of each kernel, for AMD forward alone; all of flash attention's."""
+    """In `make test` an example of each kernel, for AMD forward alone.
+
+    Of flash attention also its backward for AMD, and calls with most options.
+    """
     for op, name, direction, call, target in rows(QUICK):
-        own = harness.find_entry(op, name).base is None and call == "example"
-        quick = own and (target != "hip:gfx942" or direction == "forward")
-        late = [] if quick or op == "flash_attention" else [pytest.mark.slow]
+        own, example = harness.find_entry(op, name).base is None, call == "example"
+        amd, leading = target == "hip:gfx942", op == "flash_attention"
+        quick = own and example and not (amd and direction == "backward")
+        quick |= leading and (example or not amd)
+        late = [] if quick else [pytest.mark.slow]
         yield pytest.param(op, name, direction, call, target, marks=late)
 
 
