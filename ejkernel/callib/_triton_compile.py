@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ejkernel import _device, _folders, _settings
 from ejkernel.callib import _triton_arguments as arguments
-from ejkernel.callib import _triton_source
+from ejkernel.callib import _triton_bundles, _triton_source
 from ejkernel.errors import CompilationError, EjkernelWarning
 
 _TYPES = {
@@ -260,7 +260,8 @@ def compile_kernel(
     how = f"{arguments.constants(kernel.arg_names, signature.parameters)} and {dict(options)}"
     with LOCK:
         try:
-            result = _compiled(source, made, chosen)
+            with _triton_bundles.whole():
+                result = _compiled(source, made, chosen)
         except Exception as error:
             raise CompilationError(
                 f"Triton kernel `{kernel.__name__}` does not compile for {target} with {how}: "

@@ -55,9 +55,9 @@ def _sizes(groups, index):
 
 @triton.jit
 def bounds(groups, BM: tl.constexpr):
-    """Bounds of all groups in tiles of BM rows; None if all groups are of one size."""
+    """Bounds of all groups in tiles of BM rows; 0 if all groups are of one size."""
     if groups.sizes is None:
-        return None
+        return 0  # a helper cannot return None in Triton 3.6
     else:
         index = tl.arange(0, groups.PADDED)
         size, first = _sizes(groups, index), _first(groups)

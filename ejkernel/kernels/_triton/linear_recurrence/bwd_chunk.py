@@ -30,7 +30,10 @@ def _from_states(
     dq = tl.zeros([C, o_d.shape[0]], tl.float32)
     dk = tl.zeros([C, o_d.shape[0]], tl.float32)
     kept = tl.zeros(o_d.shape, tl.float32)
-    for i_e in range(0, (sizes.E + BE - 1) // BE):
+    # One stage: states are factors of products and of `kept`, and for tiles with two such uses
+    # Triton's pipeline (3.6 to 3.9) lets the next copy overwrite what an asynchronous product on
+    # Hopper still reads.
+    for i_e in tl.range(0, (sizes.E + BE - 1) // BE, num_stages=1):
         o_e = i_e * BE + tl.arange(0, BE)
         b_h = states.load_state(before, i_c, i_h, o_d, o_e, sizes)  # [BD, BE]
         b_dh = states.load_state(after, i_c, i_h, o_d, o_e, sizes)
