@@ -83,19 +83,15 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: -budget.limit_of(budget.part_of(item.nodeid)))
 
 
-# Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
-_QUICK = (
-    *("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/", "tests/blocks/"),
-    *("tests/bench/", "tests/test_docs.py", "tests/test_explain.py", "tests/test_examples.py"),
-    *("tests/test_seed_examples.py", "tests/test_integrations.py", "tests/test_moe_example.py"),
-    *("tests/test_linear_lm_example.py", "tests/test_long_context_example.py"),
-)
+# Tests mostly wait for XLA's compiler, which takes half the time without its expensive passes.
+# These look at what it makes: programs, and what a cache keeps of them.
+_AS_USERS_COMPILE = ("tests/aot/", "tests/reliability/")
 
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request):
     name = request.node.nodeid
-    quick = name.startswith(_QUICK) and "memory" not in name and BACKEND == "cpu"
+    quick = not name.startswith(_AS_USERS_COMPILE) and "memory" not in name and BACKEND == "cpu"
     if quick and not request.config.getoption("--optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
     yield
