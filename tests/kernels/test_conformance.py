@@ -19,6 +19,11 @@ REST = [row for row in harness.matrix("full") if row not in CORE]
 HALVES = [row for row in CORE if row[2] in ("causal_window_sinks", "cover00")]
 ON_XLA = [row for row in CORE if row[1] == "xla/any"]
 ON_XLA_HALVES = [row for row in ON_XLA if row in HALVES]
+# what interpreted kernels run in `make test` that refuse the call with everything at once
+INSTEAD = {
+    ("blocksparse_attention", "pallas/tpu"): "causal_window_sinks",
+    ("linear_recurrence", "triton/gpu"): "packed_reverse",
+}
 
 
 def check(op, entry_name, case, dtype, kind, record_property):
@@ -64,6 +69,7 @@ def quick_cases(entry, names):
         return {n for n in names if n == "cover00"}
     if slow:
         special = ("plain", "causal_window_sinks") if leading else ()
+        special += (INSTEAD.get((entry.op, entry.name)),)
         fixed = [n for n in names if n in ("cover00", *special)] or names[:1]
         more = leading or entry.platform == "triton"
         others = [n for n in names if n not in fixed and more]
@@ -86,6 +92,19 @@ def in_core():
 @pytest.mark.parametrize(("op", "entry", "case"), list(in_core()))
 def test_matches_oracle(op, entry, case, record_property):
     check(op, entry, case, "float32", "testing", record_property)
+
+
+def interpreted_entries():
+    found = (entry for op in kernel_registry.ops() for entry in kernel_registry.list(op))
+    return [(e.op, e.name) for e in found if harness.interpreted(e) and e.base is None]
+
+
+@pytest.mark.parametrize(("op", "entry"), interpreted_entries())
+def test_a_call_with_everything_is_not_all_that_is_tried_and_refused(op, entry):
+    """A kernel that refuses `cover00` needs another case in `make test`, named in `INSTEAD`."""
+    found = harness.find_entry(op, entry)
+    case = INSTEAD.get((op, entry), "cover00")
+    assert found.why_not(harness.problem(op, case, "float32").args) is None
 
 
 def in_halves():

@@ -35,7 +35,6 @@ def rows():
                 slow = harness.interpreted(entry)
                 quick = entry.base is None and number == 0
                 quick &= not (slow and harness.is_schedule(entry))
-                quick &= op == "flash_attention" or str(entry.backend) != "tpu"
                 quick |= harness.computes_first(entry) and number == 0 and not slow
                 late = [] if quick else [pytest.mark.slow]
                 yield pytest.param(op, entry.name, case, marks=[*harness.marks(entry), *late])
