@@ -16,14 +16,11 @@ from tests.kernels import harness
 ROOT = pathlib.Path(__file__).parents[2]
 CORE = harness.matrix("core")
 REST = [row for row in harness.matrix("full") if row not in CORE]
-HALVES = [row for row in CORE if row[2] in ("causal_window_sinks", "cover00")]
+HALVES = [
+    row for row in CORE if row[2] in ("causal_window_sinks", "cover00", harness.instead(*row[:2]))
+]
 ON_XLA = [row for row in CORE if row[1] == "xla/any"]
 ON_XLA_HALVES = [row for row in ON_XLA if row in HALVES]
-# what interpreted kernels run in `make test` that refuse the call with everything at once
-INSTEAD = {
-    ("blocksparse_attention", "pallas/tpu"): "causal_window_sinks",
-    ("linear_recurrence", "triton/gpu"): "packed_reverse",
-}
 
 
 def check(op, entry_name, case, dtype, kind, record_property):
@@ -69,7 +66,7 @@ def quick_cases(entry, names):
         return {n for n in names if n == "cover00"}
     if slow:
         special = ("plain", "causal_window_sinks") if leading else ()
-        special += (INSTEAD.get((entry.op, entry.name)),)
+        special += (harness.instead(entry.op, entry.name),)
         fixed = [n for n in names if n in ("cover00", *special)] or names[:1]
         more = leading or entry.platform == "triton"
         others = [n for n in names if n not in fixed and more]
@@ -101,9 +98,8 @@ def interpreted_entries():
 
 @pytest.mark.parametrize(("op", "entry"), interpreted_entries())
 def test_a_call_with_everything_is_not_all_that_is_tried_and_refused(op, entry):
-    """A kernel that refuses `cover00` needs another case in `make test`, named in `INSTEAD`."""
-    found = harness.find_entry(op, entry)
-    case = INSTEAD.get((op, entry), "cover00")
+    """A kernel that refuses `cover00` needs another case in `make test`: `harness.instead`."""
+    found, case = harness.find_entry(op, entry), harness.instead(op, entry) or "cover00"
     assert found.why_not(harness.problem(op, case, "float32").args) is None
 
 
@@ -112,7 +108,7 @@ def in_halves():
     for row in HALVES:
         entry = harness.find_entry(*row[:2])
         marks, slow = harness.marks(entry), [pytest.mark.slow]
-        rich = row[2] == "cover00"
+        rich = row[2] in ("cover00", harness.instead(*row[:2]))
         own = entry.base is None and not (harness.is_schedule(entry) and harness.interpreted(entry))
         quick = not harness.interpreted(entry) or row[0] == "flash_attention"
         quick |= row[1].startswith("triton")
