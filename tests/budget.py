@@ -7,21 +7,21 @@ from typing import Any
 
 from tests import selection
 
-_OP = 50.0  # the kernel tests of one op on XLA
-_INTERPRETED = 35.0  # and of each of its kernels for GPUs and TPUs
+_OP = 30.0  # the kernel tests of one op on XLA
+_INTERPRETED = 20.0  # and of each of its kernels for GPUs and TPUs
 _KERNELS = pathlib.Path(__file__).parents[1] / "ejkernel" / "kernels"
 _BACKENDS = ("_triton", "_pallas/tpu")
 _PARTS = {
-    "kernels/flash_attention": 420.0,
-    "kernels/several ops": 180.0,
-    "blocks": 170.0,
-    "modules": 450.0,  # 20 s an op
-    "ops": 170.0,
+    "kernels/flash_attention": 260.0,
+    "kernels/several ops": 120.0,
+    "blocks": 75.0,
+    "modules": 290.0,  # 13 s an op
+    "ops": 90.0,
     "aot": 60.0,
-    "bench": 150.0,
-    "distributed": 200.0,
-    "reliability": 65.0,
-    "other": 300.0,
+    "bench": 100.0,
+    "distributed": 90.0,
+    "reliability": 40.0,
+    "other": 220.0,
 }
 _FAILS = 2.0
 _SLOWEST = 25

@@ -64,6 +64,10 @@ def pytest_collection():
         gc.freeze()  # thousands of tests, which no collection of garbage need look through again
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # bindings of C++ report what is never freed
+
+
 def pytest_collection_modifyitems(config, items):
     if (op := config.getoption("--op")) is not None:
         if op not in selection.OPS:
@@ -83,19 +87,15 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: -budget.limit_of(budget.part_of(item.nodeid)))
 
 
-# Tests that spend most of their time in XLA's compiler: without expensive passes it takes half.
-_QUICK = (
-    *("tests/modules/", "tests/ops/", "tests/distributed/", "tests/kernels/", "tests/blocks/"),
-    *("tests/bench/", "tests/test_docs.py", "tests/test_explain.py", "tests/test_examples.py"),
-    *("tests/test_seed_examples.py", "tests/test_integrations.py", "tests/test_moe_example.py"),
-    *("tests/test_linear_lm_example.py", "tests/test_long_context_example.py"),
-)
+# Tests mostly wait for XLA's compiler, which takes half the time without its expensive passes.
+# These look at what it makes: programs, their memory, and what a cache keeps of them.
+_AS_USERS_COMPILE = ("tests/aot/", "tests/reliability/", "memory", "as_users_compile_it")
 
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request):
     name = request.node.nodeid
-    quick = name.startswith(_QUICK) and "memory" not in name and BACKEND == "cpu"
+    quick = BACKEND == "cpu" and not any(part in name for part in _AS_USERS_COMPILE)
     if quick and not request.config.getoption("--optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
     yield
