@@ -722,9 +722,10 @@ class Inner(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """Without a compile-time member of its own behind the inner bundle's."""
+    """Has an absent member before the inner bundle, and no constant behind it."""
 
     limit: Any
+    absent: Any
     inner: Inner
 
 
@@ -750,7 +751,7 @@ def inner_constants_kernel(outer, out):
 def sum_of_inner(x):
     return triton_call(
         inner_constants_kernel,
-        inputs={"outer": Outer(x.size, Inner(x, 2.0))},
+        inputs={"outer": Outer(x.size, None, Inner(x, 2.0))},
         outputs={"out": jax.ShapeDtypeStruct((1,), jnp.float32)},
         grid=(1,),
     )["out"]
