@@ -716,6 +716,58 @@ def test_bundles_compiled(name, tmp_path):
     assert text.count("tt.load") == 1 + ("values" in options)
 
 
+class Inner(NamedTuple):
+    base: Any
+    SCALE: tl.constexpr
+
+
+class Outer(NamedTuple):
+    """Has an absent member before the inner bundle, and no constant behind it."""
+
+    limit: Any
+    absent: Any
+    inner: Inner
+
+
+@triton.jit
+def _inner_value(outer, i):
+    if outer.inner is not None:
+        return tl.load(outer.inner.base + i) * outer.inner.SCALE
+    else:
+        return 0.0
+
+
+@triton.jit
+def inner_constants_kernel(outer, out):
+    if tl.load(outer.inner.base) < 0.0:
+        return
+    total = tl.load(outer.inner.base) * outer.inner.SCALE
+    for i in range(1, outer.limit):
+        if i > 2:
+            total += _inner_value(outer, i)
+    tl.store(out, total)
+
+
+def sum_of_inner(x):
+    return triton_call(
+        inner_constants_kernel,
+        inputs={"outer": Outer(x.size, None, Inner(x, 2.0))},
+        outputs={"out": jax.ShapeDtypeStruct((1,), jnp.float32)},
+        grid=(1,),
+    )["out"]
+
+
+def test_constants_of_inner_bundles_interpreted():
+    np.testing.assert_allclose(sum_of_inner(X[5:]), [2.0 * (X[5] + X[8:].sum())], rtol=1e-6)
+
+
+def test_constants_of_inner_bundles_reach_compiled_loops_and_branches(tmp_path):
+    ((launch, avals),) = launches(sum_of_inner, X[5:])
+    with _settings.override(cache_dir=str(tmp_path)):
+        text = _triton_call.compile_launch(launch, avals, HOPPER).ttir
+    assert "2.000000e+00" in text
+
+
 def test_ints_are_left_unspecialised_by_path(tmp_path):
     def code(limit):
         ((launch, avals),) = launches(lambda x: affine(x, V, limit=limit, step=1), X[:8])

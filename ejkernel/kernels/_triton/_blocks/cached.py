@@ -20,8 +20,6 @@ class Cache(NamedTuple):
     last: Any  # int32 [sequences], one past the last key
     room: Any  # the most keys of a sequence; lengths are clamped to it
     INTERLEAVED: tl.constexpr  # a value is HEAD / 2 elements behind its key, in the same array
-    # INTERLEAVED stays last: in the loop over these keys Triton 3.6 loses the compile-time members
-    # of `key_rows` and `table` otherwise. Any order will do when triton>=3.7 is required.
 
 
 class Options(NamedTuple):

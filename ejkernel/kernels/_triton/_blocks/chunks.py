@@ -57,7 +57,9 @@ def cut(t: int, size: int, cu_seqlens: jax.Array | None, reverse: bool) -> tuple
     lengths = jnp.maximum(ends[1:] - ends[:-1], 0)
     used = jnp.cumsum((lengths + size - 1) // size).astype(jnp.int32)
     place = jnp.arange(count, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(used, place, side="right"), rows - 1)
+    # unrolled: a loop would be as many launches as it has steps
+    found = jnp.searchsorted(used, place, side="right", method="scan_unrolled")
+    sequence = jnp.minimum(found, rows - 1)
     used = jnp.concatenate([jnp.zeros(1, jnp.int32), used])
     return Chunks(t, count, reverse, size, ends, used, sequence.astype(jnp.int32)), count
 

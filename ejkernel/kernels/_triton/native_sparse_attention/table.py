@@ -54,7 +54,9 @@ def make(args: Any) -> Table:
     own = before[owner] + position // size
     done = own + ((position + 1) % args.block_size == 0)
     block = jnp.arange(spec.num_blocks(args), dtype=jnp.int32)
-    of_block = jnp.minimum(jnp.searchsorted(after, block, side="right"), lengths.shape[0] - 1)
+    # unrolled: a loop would be as many launches as it has steps
+    found = jnp.searchsorted(after, block, side="right", method="scan_unrolled")
+    of_block = jnp.minimum(found, lengths.shape[0] - 1)
     start = cuts[of_block] + (block - before[of_block]) * size
     stop = jnp.minimum(start + size, cuts[of_block + 1])
     real = block < after[-1]
