@@ -39,8 +39,8 @@ class Operands:
         self.add(name, array, pl.BlockSpec(memory_space=pltpu.SMEM))
 
     def add_whole(self, name: str, array: jax.Array) -> None:
-        """An array that stays where it is, for a kernel that copies parts of it itself."""
-        self.add(name, array, pl.BlockSpec(memory_space=pl.ANY))
+        """An array that stays in HBM, for a kernel that copies parts of it itself."""
+        self.add(name, _pallas.in_hbm(array), pl.BlockSpec(memory_space=pltpu.HBM))
 
     def run(
         self,
@@ -52,6 +52,7 @@ class Operands:
         grid: tuple[int, ...],
         sequential: int,
         vmem_limit: int | None = None,
+        checked: bool = True,
     ) -> list[jax.Array]:
         """Results of `body(refs)`.
 
@@ -64,6 +65,8 @@ class Operands:
           grid: Sizes of the grid.
           sequential: How many of its last axes must run in order.
           vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
+          checked: Whether a compiled kernel checks the addresses of its copies, two thirds of what
+            starting one costs. Only a kernel whose indices were made in the program goes without.
         """
         names = [*self._names, *out, *scratch]
 
@@ -85,6 +88,7 @@ class Operands:
             name=name,
             sequential=sequential,
             vmem_limit=vmem_limit,
+            checked=checked,
         )
         return call(table.reshape(-1), *self._arrays)
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, ranges
-from ejkernel.kernels._pallas.tpu.blocksparse_attention import config
+from ejkernel.kernels._pallas.tpu.blocksparse_attention import config, dq
 from ejkernel.kernels._pallas.tpu.flash_attention import call as dense
 
 _IN_HBM = object()  # in place of a block spec, for arrays that a program copies from
@@ -27,6 +27,8 @@ class Call(dense.Call):
 
     A mask whose blocks are no multiple of a register's 128 lanes has its blocks padded to one.
     """
+
+    _checked = False  # every id of a list is that of a block: lists are made by sorting
 
     def __init__(self, args: Any, cfg: Any, holds_keys: bool, every_fetch: bool = False):
         self.args, self.cfg, self.holds_keys = args, cfg, holds_keys
@@ -52,6 +54,7 @@ class Call(dense.Call):
         self.rules = self._rules(len(keys.ids))
         self.operands = grid.Operands(dense.OPTIONAL)
         self.buffers: dict[str, Any] = {}
+        self.dq = dq.InOnePass(self) if holds_keys and cfg.one_pass else None
         self.table, lists = self._lists(seen)
         self.lead = lists.shape[:2]
         self._add_lists(lists)
@@ -133,6 +136,14 @@ class Call(dense.Call):
         b, h, held = ids
         return b, h, jax.lax.div(h, self._int(self.group)), held, None
 
+    @property
+    def _in_order(self) -> int:
+        return 2 if self.dq is not None else self._sequential
+
+    @property
+    def _vmem_limit(self) -> int:
+        return config.vmem_limit(self.args, self.cfg)
+
     def here(self, refs: Any) -> dense.Place:
         ids = [pl.program_id(i) for i in range(len(self.grid))]
         b, h, _, held, _ = self.place(refs.table, *ids)
@@ -177,36 +188,48 @@ class Call(dense.Call):
         def tile(j: Any, u: Any, blocks: int, masked: bool) -> pairs.Tile:
             """Several blocks at once if not masked: their places in the call do not matter."""
             size = self._int(self.step)
-            return pairs.Tile(
+            starts = tuple(refs.list[0, j * per + u + i] * size for i in range(blocks))
+            return dq.Tile(
                 row=0,
                 lane=pl.multiple_of(u * size, self.step),
                 held=at.held * size,
-                streamed=refs.list[0, j * per + u] * size,
+                streamed=starts[0],
                 shape=(self.held_size, blocks * self.step),
                 masked=masked,
+                starts=starts,
             )
 
         def visit(j: Any, slot: Any) -> None:
             for name in self.buffers:
                 setattr(refs, name, getattr(refs, f"two_{name}").at[slot])
+            parts = self.cfg.parts
+            blocks = self.per_fetch // parts
             whole = (j + 1) * per <= num_whole
 
             @pl.when(whole)
             def _() -> None:
-                parts = self.cfg.parts
-                blocks = self.per_fetch // parts
                 starts = (np.int32(i * blocks) for i in range(parts))
                 grid.overlap([step(tile(j, u, blocks, False)) for u in starts])
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                def one(u: Any, carry: Any) -> Any:
-                    for _ in step(tile(j, u, 1, True)):
-                        pass
-                    return carry
-
+                first = jnp.int32(0)
+                if parts > 1:
+                    pieces = jax.lax.div(jnp.maximum(num_whole - j * per, 0), self._int(blocks))
+                    each(jnp.int32(0), pieces, lambda i: tile(j, i * blocks, blocks, False))
+                    first = pieces * blocks
                 count = jnp.minimum(num_listed - j * per, per)
-                jax.lax.fori_loop(jnp.int32(0), count, one, np.int32(0))
+                each(first, count, lambda u: tile(j, u, 1, True))
+
+        def each(first: Any, last: Any, tile_of: Any) -> None:
+            """Runs `step` for one tile after the other."""
+
+            def one(i: Any, carry: Any) -> Any:
+                for _ in step(tile_of(i)):
+                    pass
+                return carry
+
+            jax.lax.fori_loop(first, last, one, np.int32(0))
 
         copies = functools.partial(self._copies, refs, at)
         grid.stream(jax.lax.div(num_listed + (per - 1), per), copies, visit)

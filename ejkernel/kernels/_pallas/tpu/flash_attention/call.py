@@ -44,6 +44,9 @@ class Place:
 class Call:
     """The operands of one kernel, collected by name."""
 
+    _checked = True  # addresses of copies, which no index of a table decides here
+    dq: Any = None  # how a kernel that holds keys makes dq as well, where it does
+
     def __init__(self, args: Any, cfg: config.Config, holds_keys: bool, every_fetch: bool = False):
         """`every_fetch`: programs run even where they have nothing to visit."""
         self.args, self.cfg, self.holds_keys = args, cfg, holds_keys
@@ -174,6 +177,11 @@ class Call:
     def _sequential(self) -> int:
         """Axes of the grid that a held block stays for."""
         return len(self.grid) - 3
+
+    @property
+    def _in_order(self) -> int:
+        """Axes of the grid whose programs run one after the other."""
+        return self._sequential
 
     def is_first(self) -> Any:
         """Whether a held block has just come."""
@@ -324,9 +332,14 @@ class Call:
             out,
             scratch,
             self.grid,
-            self._sequential,
-            config.vmem_limit(self.args, self.cfg),
+            self._in_order,
+            self._vmem_limit,
+            self._checked,
         )
+
+    @property
+    def _vmem_limit(self) -> int:
+        return config.vmem_limit(self.args, self.cfg)
 
     def fill_columns(self, refs: Any) -> None:
         """Ids and positions of the held side, once a held block."""
