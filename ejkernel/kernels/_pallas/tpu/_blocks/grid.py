@@ -5,6 +5,7 @@ block bounds, page ids or group offsets, from which index maps and loops take wh
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import _pallas
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels._pallas.tpu._blocks import capacity
 
 Refs = types.SimpleNamespace  # `table`, and every operand, result and buffer by name
 _ENDED = object()
@@ -68,6 +71,7 @@ class Operands:
           checked: Whether a compiled kernel checks the addresses of its copies, two thirds of what
             starting one costs. Only a kernel whose indices were made in the program goes without.
         """
+        self._check_tables(name, table)
         names = [*self._names, *out, *scratch]
 
         def kernel(table: Any, *refs: Any) -> None:
@@ -91,6 +95,16 @@ class Operands:
             checked=checked,
         )
         return call(table.reshape(-1), *self._arrays)
+
+    def _check_tables(self, name: str, table: jax.Array) -> None:
+        """Entries refuse such calls; this is about sizes of blocks that a caller insists on."""
+        numbers = table.size
+        for array, spec in zip(self._arrays, self._specs, strict=True):
+            if spec.memory_space == pltpu.SMEM:  # whole, or two buffers of a block
+                block = spec.block_shape
+                numbers += 2 * math.prod(n or 1 for n in block) if block else array.size
+        if (why := capacity.smem_refusal(numbers)) is not None:
+            raise UnsupportedError(f"`{name}`: {why}. Larger blocks make smaller tables.")
 
 
 def is_first(grid: tuple[int, ...], sequential: int) -> Any:

@@ -48,7 +48,6 @@ class InOnePass:
 
     def start(self, refs: Any, at: Any) -> None:
         """Zeros before a head's first block of keys; keys transposed, once a block."""
-
         size = self.of.step
 
         @pl.when(at.held == 0)
