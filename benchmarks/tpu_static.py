@@ -1,4 +1,7 @@
-"""Attention for TPUs beside JAX's splash and flash attention, by the cycles of their schedules.
+"""Our TPU kernels by the cycles of their schedules.
+
+Attention stands beside JAX's splash and flash attention, sparse attention beside dense, and the
+linear recurrence beside our XLA entry.
 
 No TPU is needed: libtpu compiles for a chip and writes down what its kernels do in each cycle.
 Loops and branches count as often as they run; waiting for memory does not count, and neither does
@@ -16,6 +19,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import tpu_linear
+import tpu_sparse
 
 from ejkernel import _device, _folders
 from ejkernel.aot import _targets, _tpu
@@ -24,6 +29,7 @@ from ejkernel.kernels import kernel_registry
 
 _TOKENS, _HEADS = 4096, 8
 _CHIPS = ("v5e", "v6e")
+_FLOORS = "v5e"  # the chip of what is promised about sparse attention
 _SPEC = kernel_registry.spec("flash_attention")
 _OPTIONS = {
     "full": {},
@@ -164,6 +170,9 @@ def measure(chip):
     found["splash both"], _, found["splash both settings"] = best(
         lambda backward: splash_both(peers, sizes, backward, 128), _BACKWARD
     )
+    if chip == _FLOORS:
+        found["sparse"] = tpu_sparse.measure(ours.compiler, ours.target)
+        found["linear"] = tpu_linear.measure(ours.compiler, ours.target)
     return found
 
 
@@ -213,7 +222,47 @@ def rows_of(chip, found):
             [("jax splash_attention", both[0], 1.0)],
         ),
     ]
-    return [row(chip, *one) for one in made]
+    rows = [row(chip, *one) for one in made]
+    rows += sparse_rows(chip, found["sparse"]) if "sparse" in found else []
+    return rows + (linear_rows(chip, found["linear"]) if "linear" in found else [])
+
+
+def sparse_rows(chip, found):
+    """Forward and backward, each at most a quarter of dense attention."""
+    made = []
+    sparse, dense = found["sparse"], found["dense"]
+    for mode, ways in (("fwd", ["forward"]), ("fwd+bwd", ["forward", "backward"])):
+        ours, whole = (sum(side[way] for way in ways) for side in (sparse, dense))
+        bars = [
+            _results.Verdict(_OURS, f"{tpu_sparse.DENSE}, {way}", 4.0, dense[way] / sparse[way])
+            for way in ways
+        ]
+        parts = {way: f"{sparse[way]} cycles" for way in ways}
+        programs = [
+            Program(_OURS, _results.OURS, float(ours), config=parts),
+            Program(tpu_sparse.DENSE, _results.OURS, float(whole), same_work=False),
+        ]
+        name = f"{chip}: {tpu_sparse.WORKLOAD}"
+        options = {"unit": "cycles", "auto": _OURS, "bars": bars}
+        made.append(Row("blocksparse_attention", name, mode, "bfloat16", programs, **options))
+    return made
+
+
+def linear_rows(chip, found):
+    made = []
+    for call, sizes in found.items():
+        for size, (tokens, heads) in (("small", tpu_linear.SMALL), ("large", tpu_linear.LARGE)):
+            for mode, ways in (("fwd", ["forward"]), ("fwd+bwd", ["forward", "backward"])):
+                ours = sum(sizes[size][way] for way in ways)
+                programs = [Program(_OURS, _results.OURS, float(ours))]
+                if size == "small":
+                    cycles = float(sum(sizes["xla"][way] for way in ways))
+                    note = "at least: fusions that are alike count once"
+                    programs.append(Program("xla/any", _results.OURS, cycles, note=note))
+                name = f"{chip}: {call}, B1 T{tokens} H{heads} d128"
+                options = {"unit": "cycles", "auto": _OURS}
+                made.append(Row("linear_recurrence", name, mode, "bfloat16", programs, **options))
+    return made
 
 
 def document(found):

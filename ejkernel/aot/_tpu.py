@@ -66,10 +66,10 @@ class Compiler:
     def refusal(self, entry: KernelEntry) -> str | None:
         return None
 
-    def compile(
-        self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Numbers of a program and of its kernels; `known` are values of arrays by name."""
+    def build(
+        self, fn: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> tuple[Any, Any, pathlib.Path]:
+        """A traced and a compiled program, and the folder of its schedules until the next one."""
         folder = pathlib.Path(self._dump.name)
         for file in folder.iterdir():
             file.unlink()
@@ -79,7 +79,13 @@ class Compiler:
         )
         with _pallas.compile_for_tpu():
             traced = jax.jit(fn).trace(*placed)
-            compiled = traced.lower().compile()
+            return traced, traced.lower().compile(), folder
+
+    def compile(
+        self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Numbers of a program and of its kernels; `known` are values of arrays by name."""
+        traced, compiled, folder = self.build(fn, inputs)
         values = [
             known.get(_field(path)) for path, _ in jax.tree_util.tree_leaves_with_path(inputs)
         ]
