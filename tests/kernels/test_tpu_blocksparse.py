@@ -122,5 +122,7 @@ def test_one_pass_where_dq_of_a_key_head_fits(t, heads, target, one_pass):
     assert config.heuristic(args, BACKWARD, target).one_pass == one_pass
     assert not config.heuristic(args, FORWARD, target).one_pass
     two = dataclasses.replace(config.heuristic(args, BACKWARD, target), one_pass=False)
-    kept = config.vmem_limit(args, dataclasses.replace(two, one_pass=True))
-    assert kept - config.vmem_limit(args, two) == 4 * 128 * t * heads
+    one = dataclasses.replace(two, one_pass=True)
+    assert config.vmem_limit(args, one) - config.vmem_limit(args, two) == 4 * 128 * t * heads
+    assert (config.misfit(args, BACKWARD, one, target) is None) == one_pass
+    assert config.misfit(args, BACKWARD, two, target) is None

@@ -52,11 +52,12 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """More or fewer blocks at once, as many as fit; at least one."""
     limit = capacity.vmem(target)
     # by the cycles of schedules for v5e, 32768 tokens, d = 128, an eighth of blocks of 128, beside
-    # dense attention: 8 blocks in 2 parts 0.24 forward, 0.29 backward; 4 in one 0.34 and 0.31
+    # dense attention: 8 blocks in 2 parts 0.20 forward, 0.12 backward; 4 in one 0.27 and 0.13;
+    # backward in two passes 0.16
     guesses = ((8, 2), (4, 1), (2, 1), (1, 1))
     made = [_with_stream(args, *guess) for guess in guesses]
     if direction == BACKWARD:
-        made = [dataclasses.replace(cfg, one_pass=True) for cfg in made] + made
+        made = [dataclasses.replace(cfg, one_pass=True) for cfg in made[:2]] + made
     fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= limit]
     return tuple(fitting or made[-1:])
 
@@ -64,6 +65,14 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
 def heuristic(args: Any, direction: str, target: Target) -> Config:
     """The first guess that fits."""
     return candidates(args, direction, target)[0]
+
+
+def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
+    """Why a config of another call has no room here."""
+    needed, limit = vmem_limit(args, cfg), capacity.vmem(target)
+    if cfg.one_pass and needed > limit:
+        return f"dq of all queries of a key head takes {needed} bytes of VMEM, more than {limit}"
+    return None
 
 
 def testing(args: Any, direction: str) -> Config:
