@@ -66,6 +66,8 @@ def kernels(compiler, target, sizes, call):
     """Our kernels with their cycles and bytes of spills, by direction."""
     for way, (fn, inputs) in calls(sizes, call)(find("pallas/tpu"), target).items():
         for kernel in compiler.compile(fn, inputs, {})["kernels"]:
+            if kernel.cycles is None:
+                raise RuntimeError(f"libtpu wrote no schedule of {kernel.name}.")
             yield way, kernel.name, round(kernel.cycles), kernel.spill_bytes
 
 

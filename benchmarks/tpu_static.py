@@ -29,7 +29,8 @@ from ejkernel.kernels import kernel_registry
 
 _TOKENS, _HEADS = 4096, 8
 _CHIPS = ("v5e", "v6e")
-_FLOORS = "v5e"  # the chip of what is promised about sparse attention
+_FLOORS = "v5e"  # the chip of all rows but those of dense attention
+_MORE = {"blocksparse_attention": tpu_sparse, "linear_recurrence": tpu_linear}
 _SPEC = kernel_registry.spec("flash_attention")
 _OPTIONS = {
     "full": {},
@@ -152,11 +153,19 @@ def best(measure, settings):
     return found[setting], setting, {str(s): n for s, n in found.items()}
 
 
-def measure(chip):
+def measure(chip, ops):
     """Cycles on one chip, by label."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     ours = Ours(chip)
+    found = dense(ours) if "flash_attention" in ops else {}
+    for op, module in _MORE.items():
+        if op in ops and chip == _FLOORS:
+            found[op] = module.measure(ours.compiler, ours.target)
+    return found
+
+
+def dense(ours):
     found = {f"ours {name}": ours.forward(options, 128) for name, options in _OPTIONS.items()}
     found["ours full d=64"] = ours.forward({}, 64)
     peers = ours.compiler
@@ -170,9 +179,6 @@ def measure(chip):
     found["splash both"], _, found["splash both settings"] = best(
         lambda backward: splash_both(peers, sizes, backward, 128), _BACKWARD
     )
-    if chip == _FLOORS:
-        found["sparse"] = tpu_sparse.measure(ours.compiler, ours.target)
-        found["linear"] = tpu_linear.measure(ours.compiler, ours.target)
     return found
 
 
@@ -198,6 +204,13 @@ def row(chip, workload, mode, ours, peers, bars):
 
 
 def rows_of(chip, found):
+    rows = dense_rows(chip, found) if "splash" in found else []
+    for op, make in (("blocksparse_attention", sparse_rows), ("linear_recurrence", linear_rows)):
+        rows += make(chip, found[op]) if op in found else []
+    return rows
+
+
+def dense_rows(chip, found):
     splash, flash = ((found[n], found[f"{n} settings"]) for n in ("splash", "flash"))
     both = (found["splash both"], found["splash both settings"])
     full = found["ours full"]
@@ -222,9 +235,7 @@ def rows_of(chip, found):
             [("jax splash_attention", both[0], 1.0)],
         ),
     ]
-    rows = [row(chip, *one) for one in made]
-    rows += sparse_rows(chip, found["sparse"]) if "sparse" in found else []
-    return rows + (linear_rows(chip, found["linear"]) if "linear" in found else [])
+    return [row(chip, *one) for one in made]
 
 
 def sparse_rows(chip, found):
@@ -265,25 +276,38 @@ def linear_rows(chip, found):
     return made
 
 
-def document(found):
+def document(found, ops, before):
+    """Results; rows of ops that were not measured now stay, with a note of what made them."""
     made = _results.new([r for chip in found for r in rows_of(chip, found[chip])])
-    made.device = f"tpu|{' and '.join(found)}, cycles of compiled schedules"
+    made.device = f"tpu|{' and '.join(_CHIPS)}, cycles of compiled schedules"
+    kept = [r for r in before.rows if r.op not in ops] if before else []
+    if kept:
+        names = ", ".join(sorted({r.op for r in kept}))
+        versions = ", ".join(f"{name} {before.versions[name]}" for name in ("jax", "libtpu"))
+        made.notes = [*before.notes, f"Rows of {names} are of {before.date}: {versions}."]
+        made.rows = kept + made.rows
     return made
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="write the results")
+    ops = ("flash_attention", *_MORE)
+    parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
+    parser.add_argument("--out", help="write the results; rows of other ops in the file stay")
     chosen = parser.parse_args()
+    chips = _CHIPS if "flash_attention" in chosen.ops else (_FLOORS,)
     spawn = multiprocessing.get_context("spawn")  # libtpu serves one chip a process
-    with concurrent.futures.ProcessPoolExecutor(len(_CHIPS), spawn) as pool:
-        found = dict(zip(_CHIPS, pool.map(measure, _CHIPS), strict=True))
-    made: Document = document(found)
+    with concurrent.futures.ProcessPoolExecutor(len(chips), spawn) as pool:
+        measured = pool.map(functools.partial(measure, ops=chosen.ops), chips)
+        found = dict(zip(chips, measured, strict=True))
+    out = pathlib.Path(chosen.out) if chosen.out else None
+    before = _results.read(out) if out is not None and out.exists() else None
+    made: Document = document(found, chosen.ops, before)
     for one in made.rows:
         cycles = ", ".join(f"{p.name} {p.median:.0f}" for p in one.programs)
         print(f"{one.workload}, {one.mode}: {cycles}")
-    if chosen.out:
-        _folders.write_whole(pathlib.Path(chosen.out), _results.encode(made))
+    if out is not None:
+        _folders.write_whole(out, _results.encode(made))
     missed = [(one, v) for one in made.rows for v in one.bars if not v.kept]
     for one, verdict in missed:
         print(f"missed: {one.workload}, {one.mode}, beside {verdict.beside}: {verdict.ratio:.3f}")
