@@ -89,7 +89,7 @@ def program_cycles(text, folder):
         trips[body] = trips[outside] * int(limits[-1])
     total = 0.0
     for file in folder.glob("*-final_bundles.txt"):
-        name = re.fullmatch(r"\d+-(.+)-\d+-final_bundles", file.stem)
+        name = re.fullmatch(r"\d+-(.+?)(?:\.refs_\d+_)?-\d+-final_bundles", file.stem)
         if name is not None and where.get(name[1]) in trips:
             total += trips[where[name[1]]] * _schedule.read(file.read_text(), "").cycles
     return round(total)

@@ -20,6 +20,7 @@ from ejkernel.callib import _pallas
 from ejkernel.kernels._registry import KernelEntry, Platform
 
 _FILE = re.compile(r"^(\d+)-(.+)-\d+-final_bundles\.txt$")
+_SUFFIX = re.compile(r"(\.\d+)+(\.refs_\d+_)?$")  # behind a kernel's name, refs in libtpu 0.0.50
 _UTILIZATION = "final_hlo-static-per-bundle-utilization.txt"
 _LABELS = "final_(bundles|hlo)|vmem_report"
 
@@ -103,7 +104,7 @@ class Compiler:
         dumped: dict[str, list[pathlib.Path]] = {}
         for file in sorted(folder.iterdir()):
             if match := _FILE.match(file.name):
-                dumped.setdefault(re.sub(r"(\.\d+)+$", "", match[2]), []).append(file)
+                dumped.setdefault(_SUFFIX.sub("", match[2]), []).append(file)
         memory = _vmem(folder)
         made = []
         for kernel in found:
