@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import cdiv
-from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, ranges
+from ejkernel.kernels._pallas.tpu._blocks import block_ranges, grid, logits
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import config, dq
 from ejkernel.kernels._pallas.tpu.flash_attention import call as dense
 
@@ -38,7 +38,7 @@ class Call(dense.Call):
         self.size, self.held_size = config.sizes(args.block_size)
         self.step, self.per_fetch = self.held_size, cfg.stream
         self.fetched = self.step * self.per_fetch
-        queries, keys = (self._padded_side(side) for side in ranges.sides(args))
+        queries, keys = (self._padded_side(side) for side in block_ranges.sides(args))
         left, right = args.sliding_window
         if holds_keys:
             self.held, self.streamed, reach = keys, queries, (right, left)
@@ -49,7 +49,7 @@ class Call(dense.Call):
         )
         blocks = (self.held_size, self.step)
         # queries beyond the length have weight zero in backward, and no mask is needed for them
-        seen = ranges.table(self.held, self.streamed, reach, blocks, whole=not holds_keys)
+        seen = block_ranges.table(self.held, self.streamed, reach, blocks, whole=not holds_keys)
         self.hides = bool(keys.ids) or reach != (None, None)
         self.rules = self._rules(len(keys.ids))
         self.operands = grid.Operands(dense.OPTIONAL)
@@ -90,7 +90,7 @@ class Call(dense.Call):
 
     # Arrays in blocks
 
-    def _padded_side(self, side: ranges.Side) -> ranges.Side:
+    def _padded_side(self, side: block_ranges.Side) -> block_ranges.Side:
         """Tokens with those that fill blocks up; these have a negative id."""
         if self.size == self.held_size:
             return side
@@ -98,7 +98,7 @@ class Call(dense.Call):
         at = at if side.positions is None else side.positions
         ids = (jnp.zeros((1, side.length), jnp.int32), *side.ids)
         made = [self._in_blocks(x, 1, -1) for x in (at, *ids)]
-        return ranges.Side(made[0].shape[1], side.start, tuple(made[1:]), made[0])
+        return block_ranges.Side(made[0].shape[1], side.start, tuple(made[1:]), made[0])
 
     def _in_blocks(self, x: jax.Array, axis: int, fill: float) -> jax.Array:
         blocks = cdiv(x.shape[axis], self.size)
@@ -185,7 +185,7 @@ class Call(dense.Call):
         num_whole, num_listed = at.bounds
         per = self._int(self.per_fetch)
 
-        def tile(j: Any, u: Any, blocks: int, masked: bool) -> pairs.Tile:
+        def tile(j: Any, u: Any, blocks: int, masked: bool) -> logits.Tile:
             """Several blocks at once if not masked: their places in the call do not matter."""
             size = self._int(self.step)
             starts = tuple(refs.list[0, j * per + u + i] * size for i in range(blocks))

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels._pallas.tpu._blocks import pairs, tiles
+from ejkernel.kernels._pallas.tpu._blocks import logits, tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tile(pairs.Tile):
+class Tile(logits.Tile):
     """A tile whose lanes are tokens of several blocks."""
 
     starts: tuple[Any, ...]  # the first token of each block

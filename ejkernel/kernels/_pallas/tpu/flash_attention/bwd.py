@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._pallas.tpu._blocks import pairs, softmax, tiles
+from ejkernel.kernels._pallas.tpu._blocks import logits, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import call, config
 
 
@@ -66,16 +66,16 @@ def _gradient_of_logits(
     of: call.Call,
     refs: Any,
     at: call.Place,
-    tile: pairs.Tile,
+    tile: logits.Tile,
     products: tuple[jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weights after dropout and gradients of what is capped and of the bias, from two products."""
     rules, (dots, dp), (lse, delta) = of.rules, products, rows
-    x, capped = pairs.logits(rules, refs, tile, dots, at.head)
-    seen = pairs.visible(rules, refs, tile)
+    x, capped = logits.logits(rules, refs, tile, dots, at.head)
+    seen = logits.visible(rules, refs, tile)
     p = softmax.weights(x, lse, of.units)
-    kept, dp = pairs.drop(rules, refs, tile, at.batch, at.head, p, dp)
+    kept, dp = logits.drop(rules, refs, tile, at.batch, at.head, p, dp)
     added = ds = p * (dp - delta)
     if rules.cap is not None:
         ds = ds * (1.0 - jnp.square(capped * (1.0 / rules.cap)))
@@ -99,7 +99,7 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
     if of.dq is not None:
         of.dq.start(refs, at)
 
-    def step(tile: pairs.Tile) -> Iterator[None]:
+    def step(tile: logits.Tile) -> Iterator[None]:
         rows, lanes = tile.rows, tile.lanes
         q, dout = refs.query[lanes], refs.dout[lanes]
         stats = refs.rows[0:1, lanes], refs.rows[1:2, lanes]
@@ -160,7 +160,7 @@ def _queries_kernel(of: call.Call, refs: Any) -> None:
     if refs.dbias is not None:
         refs.dbias[...] = jnp.zeros_like(refs.dbias)
 
-    def step(tile: pairs.Tile) -> Iterator[None]:
+    def step(tile: logits.Tile) -> Iterator[None]:
         rows, lanes = tile.rows, tile.lanes
         k, v = refs.key[lanes], refs.value[lanes]
         dots = tiles.product(refs.query[rows], k, transpose=True)  # [block_q, block_k]
@@ -181,7 +181,7 @@ def _queries_kernel(of: call.Call, refs: Any) -> None:
         refs.dq[...] = (refs.dq_sum[...] * scale).astype(refs.dq.dtype)
 
 
-def _add_bias(dbias: Any, ds: jax.Array, tile: pairs.Tile) -> None:
+def _add_bias(dbias: Any, ds: jax.Array, tile: logits.Tile) -> None:
     """A tile of dbias; with one row for all queries, summed over those of a block."""
     if dbias.shape[0] == 1:
         dbias[:, tile.lanes] += jnp.sum(ds, axis=0, keepdims=True)
