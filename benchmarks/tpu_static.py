@@ -1,4 +1,7 @@
-"""Attention for TPUs beside JAX's splash and flash attention, by the cycles of their schedules.
+"""Our TPU kernels by the cycles of their schedules.
+
+Attention stands beside JAX's splash and flash attention, sparse attention beside dense, and the
+linear recurrence beside our XLA entry.
 
 No TPU is needed: libtpu compiles for a chip and writes down what its kernels do in each cycle.
 Loops and branches count as often as they run; waiting for memory does not count, and neither does
@@ -16,6 +19,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import tpu_linear
+import tpu_sparse
 
 from ejkernel import _device, _folders
 from ejkernel.aot import _targets, _tpu
@@ -24,6 +29,8 @@ from ejkernel.kernels import kernel_registry
 
 _TOKENS, _HEADS = 4096, 8
 _CHIPS = ("v5e", "v6e")
+_FLOORS = "v5e"  # the chip of all rows but those of dense attention
+_MORE = {"blocksparse_attention": tpu_sparse, "linear_recurrence": tpu_linear}
 _SPEC = kernel_registry.spec("flash_attention")
 _OPTIONS = {
     "full": {},
@@ -146,11 +153,19 @@ def best(measure, settings):
     return found[setting], setting, {str(s): n for s, n in found.items()}
 
 
-def measure(chip):
+def measure(chip, ops):
     """Cycles on one chip, by label."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     ours = Ours(chip)
+    found = dense(ours) if "flash_attention" in ops else {}
+    for op, module in _MORE.items():
+        if op in ops and chip == _FLOORS:
+            found[op] = module.measure(ours.compiler, ours.target)
+    return found
+
+
+def dense(ours):
     found = {f"ours {name}": ours.forward(options, 128) for name, options in _OPTIONS.items()}
     found["ours full d=64"] = ours.forward({}, 64)
     peers = ours.compiler
@@ -189,6 +204,13 @@ def row(chip, workload, mode, ours, peers, bars):
 
 
 def rows_of(chip, found):
+    rows = dense_rows(chip, found) if "splash" in found else []
+    for op, make in (("blocksparse_attention", sparse_rows), ("linear_recurrence", linear_rows)):
+        rows += make(chip, found[op]) if op in found else []
+    return rows
+
+
+def dense_rows(chip, found):
     splash, flash = ((found[n], found[f"{n} settings"]) for n in ("splash", "flash"))
     both = (found["splash both"], found["splash both settings"])
     full = found["ours full"]
@@ -216,25 +238,76 @@ def rows_of(chip, found):
     return [row(chip, *one) for one in made]
 
 
-def document(found):
+def sparse_rows(chip, found):
+    """Forward and backward, each at most a quarter of dense attention."""
+    made = []
+    sparse, dense = found["sparse"], found["dense"]
+    for mode, ways in (("fwd", ["forward"]), ("fwd+bwd", ["forward", "backward"])):
+        ours, whole = (sum(side[way] for way in ways) for side in (sparse, dense))
+        bars = [
+            _results.Verdict(_OURS, f"{tpu_sparse.DENSE}, {way}", 4.0, dense[way] / sparse[way])
+            for way in ways
+        ]
+        parts = {way: f"{sparse[way]} cycles" for way in ways}
+        programs = [
+            Program(_OURS, _results.OURS, float(ours), config=parts),
+            Program(tpu_sparse.DENSE, _results.OURS, float(whole), same_work=False),
+        ]
+        name = f"{chip}: {tpu_sparse.WORKLOAD}"
+        options = {"unit": "cycles", "auto": _OURS, "bars": bars}
+        made.append(Row("blocksparse_attention", name, mode, "bfloat16", programs, **options))
+    return made
+
+
+def linear_rows(chip, found):
+    made = []
+    for call, sizes in found.items():
+        for size, (tokens, heads) in (("small", tpu_linear.SMALL), ("large", tpu_linear.LARGE)):
+            for mode, ways in (("fwd", ["forward"]), ("fwd+bwd", ["forward", "backward"])):
+                ours = sum(sizes[size][way] for way in ways)
+                programs = [Program(_OURS, _results.OURS, float(ours))]
+                if size == "small":
+                    cycles = float(sum(sizes["xla"][way] for way in ways))
+                    note = "at least: fusions that are alike count once"
+                    programs.append(Program("xla/any", _results.OURS, cycles, note=note))
+                name = f"{chip}: {call}, B1 T{tokens} H{heads} d128"
+                options = {"unit": "cycles", "auto": _OURS}
+                made.append(Row("linear_recurrence", name, mode, "bfloat16", programs, **options))
+    return made
+
+
+def document(found, ops, before):
+    """Results; rows of ops that were not measured now stay, with a note of what made them."""
     made = _results.new([r for chip in found for r in rows_of(chip, found[chip])])
-    made.device = f"tpu|{' and '.join(found)}, cycles of compiled schedules"
+    made.device = f"tpu|{' and '.join(_CHIPS)}, cycles of compiled schedules"
+    kept = [r for r in before.rows if r.op not in ops] if before else []
+    if kept:
+        names = ", ".join(sorted({r.op for r in kept}))
+        versions = ", ".join(f"{name} {before.versions[name]}" for name in ("jax", "libtpu"))
+        made.notes = [*before.notes, f"Rows of {names} are of {before.date}: {versions}."]
+        made.rows = kept + made.rows
     return made
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", help="write the results")
+    ops = ("flash_attention", *_MORE)
+    parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
+    parser.add_argument("--out", help="write the results; rows of other ops in the file stay")
     chosen = parser.parse_args()
+    chips = _CHIPS if "flash_attention" in chosen.ops else (_FLOORS,)
     spawn = multiprocessing.get_context("spawn")  # libtpu serves one chip a process
-    with concurrent.futures.ProcessPoolExecutor(len(_CHIPS), spawn) as pool:
-        found = dict(zip(_CHIPS, pool.map(measure, _CHIPS), strict=True))
-    made: Document = document(found)
+    with concurrent.futures.ProcessPoolExecutor(len(chips), spawn) as pool:
+        measured = pool.map(functools.partial(measure, ops=chosen.ops), chips)
+        found = dict(zip(chips, measured, strict=True))
+    out = pathlib.Path(chosen.out) if chosen.out else None
+    before = _results.read(out) if out is not None and out.exists() else None
+    made: Document = document(found, chosen.ops, before)
     for one in made.rows:
         cycles = ", ".join(f"{p.name} {p.median:.0f}" for p in one.programs)
         print(f"{one.workload}, {one.mode}: {cycles}")
-    if chosen.out:
-        _folders.write_whole(pathlib.Path(chosen.out), _results.encode(made))
+    if out is not None:
+        _folders.write_whole(out, _results.encode(made))
     missed = [(one, v) for one in made.rows for v in one.bars if not v.kept]
     for one, verdict in missed:
         print(f"missed: {one.workload}, {one.mode}, beside {verdict.beside}: {verdict.ratio:.3f}")

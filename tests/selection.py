@@ -21,6 +21,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_edges.py": ("flash_attention",),
     "tests/kernels/test_gpu.py": ("flash_attention",),
     "tests/kernels/test_pallas_tpu.py": ("flash_attention",),
+    "tests/kernels/test_tpu_blocksparse.py": ("blocksparse_attention",),
     "tests/kernels/test_tpu_linear_recurrence.py": _LINEAR,
     "tests/kernels/test_tpu_mean_pooling.py": ("mean_pooling",),
     "tests/kernels/test_transforms.py": ("flash_attention",),

@@ -136,7 +136,9 @@ def _branches(loops: list[_Span], skips: list[_Span], pipelined: bool) -> list[_
     """The branches of the kernel itself, without those that guard loops and the pipeline."""
     made = []
     for skip in skips:
+        # a loop of constant trips needs no guard
         inner = [p for p in loops if skip.start <= p.start and p.end <= skip.end]
+        inner = [p for p in inner if p.trips is None]
         if not any(p.start - skip.branch <= _NEAR and skip.end - p.end <= _NEAR for p in inner):
             made.append(skip)
     # the first one around everything else is the round without a block to compute

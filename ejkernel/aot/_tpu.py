@@ -20,6 +20,7 @@ from ejkernel.callib import _pallas
 from ejkernel.kernels._registry import KernelEntry, Platform
 
 _FILE = re.compile(r"^(\d+)-(.+)-\d+-final_bundles\.txt$")
+_SUFFIX = re.compile(r"(\.\d+)+(\.refs_\d+_)?$")  # behind a kernel's name, refs in libtpu 0.0.50
 _UTILIZATION = "final_hlo-static-per-bundle-utilization.txt"
 _LABELS = "final_(bundles|hlo)|vmem_report"
 
@@ -66,10 +67,10 @@ class Compiler:
     def refusal(self, entry: KernelEntry) -> str | None:
         return None
 
-    def compile(
-        self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Numbers of a program and of its kernels; `known` are values of arrays by name."""
+    def build(
+        self, fn: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> tuple[Any, Any, pathlib.Path]:
+        """A traced and a compiled program, and the folder of its schedules until the next one."""
         folder = pathlib.Path(self._dump.name)
         for file in folder.iterdir():
             file.unlink()
@@ -79,7 +80,13 @@ class Compiler:
         )
         with _pallas.compile_for_tpu():
             traced = jax.jit(fn).trace(*placed)
-            compiled = traced.lower().compile()
+            return traced, traced.lower().compile(), folder
+
+    def compile(
+        self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Numbers of a program and of its kernels; `known` are values of arrays by name."""
+        traced, compiled, folder = self.build(fn, inputs)
         values = [
             known.get(_field(path)) for path, _ in jax.tree_util.tree_leaves_with_path(inputs)
         ]
@@ -97,7 +104,7 @@ class Compiler:
         dumped: dict[str, list[pathlib.Path]] = {}
         for file in sorted(folder.iterdir()):
             if match := _FILE.match(file.name):
-                dumped.setdefault(re.sub(r"(\.\d+)+$", "", match[2]), []).append(file)
+                dumped.setdefault(_SUFFIX.sub("", match[2]), []).append(file)
         memory = _vmem(folder)
         made = []
         for kernel in found:

@@ -40,6 +40,27 @@ def races_found() -> bool:
     return bool(state.races_found)
 
 
+def in_hbm(array: jax.Array) -> jax.Array:
+    """The array for a kernel that copies parts of it, kept in HBM.
+
+    The compiler may place an array that is small enough in VMEM, and what the kernel copies from
+    there goes through registers instead of in the background.
+    """
+    return array if interpreted() else _in_hbm(array)
+
+
+@jax.custom_batching.custom_vmap
+def _in_hbm(array: jax.Array) -> jax.Array:
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
+@_in_hbm.def_vmap  # the constraint itself has no such rule
+def _(size: int, batched: Sequence[bool], array: jax.Array) -> tuple[jax.Array, bool]:
+    return _in_hbm(array), batched[0]
+
+
 def tpu_call(
     kernel: Callable[..., None],
     *,
@@ -48,6 +69,7 @@ def tpu_call(
     name: str,
     sequential: int,
     vmem_limit: int | None = None,
+    checked: bool = True,
 ) -> Callable[..., list[jax.Array]]:
     """A function of the kernel's arrays.
 
@@ -62,6 +84,7 @@ def tpu_call(
       name: The kernel's name in a program.
       sequential: How many of the last axes of the grid must run in order.
       vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
+      checked: Whether a compiled kernel checks the addresses of its copies.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -70,6 +93,7 @@ def tpu_call(
     params = pltpu.CompilerParams(
         dimension_semantics=("parallel",) * parallel + ("arbitrary",) * sequential,
         vmem_limit_bytes=vmem_limit,
+        disable_bounds_checks=not checked,
     )
 
     def call(*arrays: Any) -> list[jax.Array]:

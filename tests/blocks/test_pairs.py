@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ejkernel.kernels._reference import flash_attention as reference
 from ejkernel.kernels._reference import philox as reference_philox
+from ejkernel.kernels._shared import products
 from ejkernel.kernels._specs.flash_attention import SPEC
-from ejkernel.kernels._xla._blocks import pairs
+from ejkernel.kernels._xla._blocks import logits
 from ejkernel.types import MaskInfo
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
@@ -21,7 +22,7 @@ BATCH, T, S, HEADS, GROUPS, D, E = 2, 7, 9, 4, 2, 2, 3
 REPEAT = HEADS // GROUPS
 
 # sizes along batch, key heads, queries, keys; none but the 7 divides its axis of tokens
-BLOCKS = [pairs.Blocks(*sizes) for sizes in ((1, 2, 3, 4), (2, 1, 7, 8))]
+BLOCKS = [logits.Blocks(*sizes) for sizes in ((1, 2, 3, 4), (2, 1, 7, 8))]
 blocks_of = st.sampled_from(BLOCKS)
 seeds = st.integers(0, 2**16)
 
@@ -42,7 +43,7 @@ def make(batch=BATCH, **options):
 @functools.partial(jax.jit, static_argnames=("blocks", "method"))
 def all_tiles(args, blocks, method, dots=None):
     """Every tile in both orders of axes, each from its traced indices; and all bounds."""
-    p = pairs.Pairs(args, blocks)
+    p = logits.Pairs(args, blocks)
     shapes = {
         "ts": (blocks.b, blocks.g, p.repeat, blocks.q, blocks.k),
         "st": (blocks.b, blocks.g, blocks.k, p.repeat, blocks.q),
@@ -57,7 +58,7 @@ def all_tiles(args, blocks, method, dots=None):
         return p.dropout(at, order)
 
     def both(index):
-        at = pairs.Tile(*index)
+        at = logits.Tile(*index)
         made = {order: tile(at, order) for order in shapes}
         assert all(x.ndim == 5 for x in made.values())
         return {order: jnp.broadcast_to(x, shapes[order]) for order, x in made.items()}
@@ -199,13 +200,13 @@ def assert_bounds_hold(bounds, blocks, mask):
 
 
 def test_nothing_to_hide_is_no_mask():
-    p = pairs.Pairs(make(), pairs.Blocks(2, 2, T, S))
-    assert p.visible(pairs.Tile(0, 0, 0, 0), "ts") is None
+    p = logits.Pairs(make(), logits.Blocks(2, 2, T, S))
+    assert p.visible(logits.Tile(0, 0, 0, 0), "ts") is None
 
 
 def test_static_masks_have_static_bounds():
     """A causal call on one block, or without a mask, loops between Python ints."""
-    p = pairs.Pairs(make(causal=True), pairs.Blocks(2, 2, 3, 4))
+    p = logits.Pairs(make(causal=True), logits.Blocks(2, 2, 3, 4))
     assert isinstance(p.seen, np.ndarray)
     assert [p.key_bounds(0, i) for i in range(3)] == [(0, 2), (0, 2), (0, 3)]
     assert [p.query_bounds(0, j) for j in range(3)] == [(0, 3), (0, 3), (2, 3)]
@@ -275,7 +276,7 @@ def test_slope_of_cap_is_its_derivative(cap):
     rng = np.random.default_rng(0)
     offsets = {"bias": normal(rng, (1, HEADS, 1, S)), "alibi_slopes": jnp.asarray(SLOPES)}
     args = make(logits_soft_cap=cap, softmax_scale=1.0, **offsets)
-    p, at = pairs.Pairs(args, pairs.Blocks(BATCH, GROUPS, T, S)), pairs.Tile(0, 0, 0, 0)
+    p, at = logits.Pairs(args, logits.Blocks(BATCH, GROUPS, T, S)), logits.Tile(0, 0, 0, 0)
     dots = jnp.linspace(-3.0, 3.0, BATCH * HEADS * T * S)
     dots = dots.reshape(BATCH, GROUPS, REPEAT, T, S)
     _, slope = jax.jvp(lambda x: p.logits(x, at, "ts"), (dots,), (jnp.ones_like(dots),))
@@ -297,12 +298,12 @@ def oracle_keep(seed, prob, batch, head):
 @SETTINGS
 @given(
     seed=st.integers(0, 2**64 - 1),
-    blocks=st.sampled_from([pairs.Blocks(*n) for n in ((2, 2, 7, 12), (1, 1, 3, 4))]),
+    blocks=st.sampled_from([logits.Blocks(*n) for n in ((2, 2, 7, 12), (1, 1, 3, 4))]),
     offset=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
-@example(seed=0, blocks=pairs.Blocks(2, 2, 7, 12), offset=(0, 0))
-@example(seed=2**40 + 17, blocks=pairs.Blocks(1, 1, 3, 4), offset=(3, 5))
-@example(seed=2**64 - 1, blocks=pairs.Blocks(2, 2, 7, 12), offset=(0, 7))
+@example(seed=0, blocks=logits.Blocks(2, 2, 7, 12), offset=(0, 0))
+@example(seed=2**40 + 17, blocks=logits.Blocks(1, 1, 3, 4), offset=(3, 5))
+@example(seed=2**64 - 1, blocks=logits.Blocks(2, 2, 7, 12), offset=(0, 7))
 def test_dropout_of_tiles_is_the_mask_of_the_call(seed, blocks, offset):
     """Same mask for every block size, order and shard; kept weights are scaled up."""
     args = make(dropout_prob=0.3, dropout_seed=seed)
@@ -313,13 +314,13 @@ def test_dropout_of_tiles_is_the_mask_of_the_call(seed, blocks, offset):
 
 
 def test_dropout_without_offset_starts_at_zero():
-    args, blocks = make(dropout_prob=0.6, dropout_seed=5), pairs.Blocks(1, 1, 3, 4)
+    args, blocks = make(dropout_prob=0.6, dropout_seed=5), logits.Blocks(1, 1, 3, 4)
     for made in assembled(all_tiles(args, blocks, "dropout")[0], blocks):
         np.testing.assert_array_equal(made[..., :T, :12] > 0, oracle_keep(5, 0.6, 0, 0))
 
 
 def test_no_dropout_is_no_factor():
-    assert pairs.Pairs(make(), BLOCKS[0]).dropout(pairs.Tile(0, 0, 0, 0), "ts") is None
+    assert logits.Pairs(make(), BLOCKS[0]).dropout(logits.Tile(0, 0, 0, 0), "ts") is None
 
 
 # Layouts
@@ -327,7 +328,7 @@ def test_no_dropout_is_no_factor():
 
 def test_layouts_split_heads_by_group_and_pad_with_zeros():
     args = make()
-    p = pairs.Pairs(args, BLOCKS[0])
+    p = logits.Pairs(args, BLOCKS[0])
     lse = jax.random.normal(jax.random.key(9), (BATCH, HEADS, T))
     q, k, rows = p.queries(args.query), p.keys(args.value), p.rows(lse)
     assert q.shape == (BATCH, GROUPS, REPEAT, p.padded_t, D)
@@ -345,23 +346,23 @@ def test_layouts_split_heads_by_group_and_pad_with_zeros():
 
 def test_blocks_of_operands():
     args = make(softmax_aux=jnp.arange(HEADS * 2, dtype=jnp.float32).reshape(HEADS, 2))
-    p = pairs.Pairs(args, pairs.Blocks(1, 1, 3, 4))
-    at = pairs.Tile(1, 1, 2, 1)
+    p = logits.Pairs(args, logits.Blocks(1, 1, 3, 4))
+    at = logits.Tile(1, 1, 2, 1)
     q, k = p.queries(args.query), p.keys(args.key)
     np.testing.assert_array_equal(p.q_block(q, at), q[1:2, 1:2, :, 6:9])
     np.testing.assert_array_equal(p.k_block(k, at), k[1:2, 1:2, 4:8])
     sinks = p.sinks()
     assert sinks.shape == (1, GROUPS, REPEAT, 2)
     np.testing.assert_array_equal(p.head_block(sinks, at), [[[[4.0, 5.0], [6.0, 7.0]]]])
-    shared = pairs.Pairs(make(softmax_aux=jnp.asarray([[1.0, 2.0]])), p.blocks).sinks()
+    shared = logits.Pairs(make(softmax_aux=jnp.asarray([[1.0, 2.0]])), p.blocks).sinks()
     np.testing.assert_array_equal(p.head_block(shared, at), [[[[1.0, 2.0]]]])
     assert p.head_block(None, at) is None
 
 
 def test_helpers():
     x = jnp.asarray([1.0, jnp.inf, jnp.nan, -jnp.inf])
-    np.testing.assert_array_equal(pairs.finite(x), [1.0, 0.0, 0.0, 0.0])
-    padded = pairs.pad(np.ones((2, 3), np.int32), 1, 5, -1)
+    np.testing.assert_array_equal(products.finite(x), [1.0, 0.0, 0.0, 0.0])
+    padded = logits.pad(np.ones((2, 3), np.int32), 1, 5, -1)
     assert isinstance(padded, np.ndarray)
     np.testing.assert_array_equal(padded, [[1, 1, 1, -1, -1]] * 2)
-    assert pairs.wide(jnp.bfloat16) == jnp.float32
+    assert products.wide(jnp.bfloat16) == jnp.float32

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ejkernel.callib import _pallas
-from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, philox, ranges, softmax, tiles
+from ejkernel.kernels._pallas.tpu._blocks import block_ranges, grid, logits, philox, softmax, tiles
 from ejkernel.kernels._reference import philox as reference_philox
+from ejkernel.kernels._xla._blocks import block_ranges as xla_ranges
 from ejkernel.kernels._xla._blocks import philox as xla_philox
-from ejkernel.kernels._xla._blocks import ranges as xla_ranges
 from ejkernel.kernels._xla._blocks import softmax as xla_softmax
 from tests.blocks import pages
 
@@ -154,8 +154,8 @@ def check_table(table, seen, blocks, exact):
 @given(length=lengths, window=windows, blocks=sizes)
 def test_constant_tables(length, window, blocks):
     t, s = length
-    queries, keys = ranges.Side(t, s - t, (), None), ranges.Side(s, 0, (), None)
-    table = ranges.table(queries, keys, window, blocks, True)
+    queries, keys = block_ranges.Side(t, s - t, (), None), block_ranges.Side(s, 0, (), None)
+    table = block_ranges.table(queries, keys, window, blocks, True)
     positions = np.arange(t)[None] + s - t, np.arange(s)[None]
     check_table(table, dense(*positions, window), blocks, True)
     q, k = (
@@ -183,10 +183,10 @@ def test_computed_tables(cut, window, seed, far, packed):
     ends = (-LIMIT, LIMIT) if far else (0, 12)
     positions = [rng.integers(*ends, (2, n)) for n in (t, s)]
     held, streamed = (
-        ranges.Side(n, 0, (jnp.asarray(i, jnp.int32),), jnp.asarray(p, jnp.int32))
+        block_ranges.Side(n, 0, (jnp.asarray(i, jnp.int32),), jnp.asarray(p, jnp.int32))
         for n, i, p in zip((t, s), ids, positions, strict=True)
     )
-    table = np.asarray(ranges.table(held, streamed, window, blocks, True))
+    table = np.asarray(block_ranges.table(held, streamed, window, blocks, True))
     check_table(table, dense(*positions, window, [ids]), blocks, False)
 
 
@@ -208,11 +208,11 @@ def in_band(band, shape):
 @given(length=lengths, window=windows, blocks=sizes)
 def test_bands_are_the_masked_blocks(length, window, blocks):
     (t, s), (size, step) = length, blocks
-    queries, keys = ranges.Side(t, s - t, (), None), ranges.Side(s, 0, (), None)
+    queries, keys = block_ranges.Side(t, s - t, (), None), block_ranges.Side(s, 0, (), None)
     described = queries, keys, window, blocks, True
-    table = ranges.table(*described)
-    bands, index = ranges.bands(table, *described)
-    assert len(bands) <= ranges.MOST_BANDS
+    table = block_ranges.table(*described)
+    bands, index = block_ranges.bands(table, *described)
+    assert len(bands) <= block_ranges.MOST_BANDS
     rows, lanes = len(table[0]) * size, -(-s // step) * step
     seen = dense(np.arange(rows)[None] + s - t, np.arange(lanes)[None], window)[0]
     seen &= np.arange(lanes)[None] < s
@@ -226,24 +226,26 @@ def test_bands_are_the_masked_blocks(length, window, blocks):
 
 
 def test_the_common_masks_have_few_bands():
-    side = ranges.Side(4096, 0, (), None)
+    side = block_ranges.Side(4096, 0, (), None)
     for window, count in (((None, 0), 1), ((511, 0), 2), ((600, 0), 3), ((None, None), 0)):
         described = side, side, window, (512, 512), True
-        assert len(ranges.bands(ranges.table(*described), *described)[0]) == count
+        assert len(block_ranges.bands(block_ranges.table(*described), *described)[0]) == count
     described = side, side, (None, 0), (128, 1024), True
-    assert ranges.bands(ranges.table(*described), *described)[0] == ()  # eight: too many
+    assert (
+        block_ranges.bands(block_ranges.table(*described), *described)[0] == ()
+    )  # eight: too many
 
 
 bands = st.builds(
-    ranges.Band,
+    block_ranges.Band,
     st.one_of(st.none(), st.integers(-20, 20)),
     st.one_of(st.none(), st.integers(-20, 20)),
     st.one_of(st.none(), st.integers(1, 16)),
 )
 
 
-@example(band=ranges.Band(None, 0, None), row=8, grain=4)
-@example(band=ranges.Band(1, None, 9), row=0, grain=4)
+@example(band=block_ranges.Band(None, 0, None), row=8, grain=4)
+@example(band=block_ranges.Band(1, None, 9), row=0, grain=4)
 @SETTINGS
 @given(band=bands, row=st.sampled_from([0, 4, 8]), grain=st.sampled_from([1, 4, 8]))
 def test_parts_of_bands(band, row, grain):
@@ -270,7 +272,7 @@ def test_parts_of_bands(band, row, grain):
 
 
 def rules_of(window, holds_keys=False, offset=0, num_streamed=None):
-    return pairs.Rules(
+    return logits.Rules(
         holds_keys=holds_keys,
         scale=0.5,
         cap=2.0,
@@ -287,7 +289,7 @@ def rules_of(window, holds_keys=False, offset=0, num_streamed=None):
 
 def tile_at(held, streamed, shape, band=None):
     place = jnp.int32(held), jnp.int32(streamed)
-    return pairs.Tile(0, 0, *place, shape, masked=True, band=band)
+    return logits.Tile(0, 0, *place, shape, masked=True, band=band)
 
 
 @example(window=(None, 0), offset=-3, held=0, streamed=0, holds_keys=False)
@@ -312,17 +314,17 @@ def test_visible_pairs(window, offset, held, streamed, holds_keys):
     expected &= lanes[None] < real
     rules = rules_of(window, holds_keys, offset, real)
     tile = tile_at(held, streamed, shape)
-    np.testing.assert_array_equal(pairs.visible(rules, NOTHING, tile), expected)
-    np.testing.assert_array_equal(pairs.distance(rules, NOTHING, tile), gap)
+    np.testing.assert_array_equal(logits.visible(rules, NOTHING, tile), expected)
+    np.testing.assert_array_equal(logits.distance(rules, NOTHING, tile), gap)
     sign = -1 if holds_keys else 1
     shift = held - streamed + sign * offset
     before, after = (right, left) if holds_keys else (left, right)
-    band = ranges.Band(
+    band = block_ranges.Band(
         None if before is None else shift - before,
         None if after is None else shift + after,
         real - streamed,
     )
-    banded = pairs.visible(rules, NOTHING, tile_at(held, streamed, shape, band))
+    banded = logits.visible(rules, NOTHING, tile_at(held, streamed, shape, band))
     np.testing.assert_array_equal(banded, expected)
 
 
@@ -330,7 +332,7 @@ def test_logits_have_cap_bias_and_slope_in_that_order():
     dots, bias = jnp.ones((8, 16)) * 3.0, jnp.arange(128.0).reshape(8, 16) / 50
     refs = types.SimpleNamespace(mask=None, bias=jax.new_ref(bias), slopes=jnp.asarray([9.0, 0.1]))
     at = tile_at(4, 2, (8, 16))
-    made, capped = pairs.logits(rules_of((None, None)), refs, at, dots, jnp.int32(1))
+    made, capped = logits.logits(rules_of((None, None)), refs, at, dots, jnp.int32(1))
     gap = (np.arange(16) + 2)[None] - (np.arange(8) + 4)[:, None]
     np.testing.assert_allclose(capped, np.full((8, 16), 2 * np.tanh(1.5 / 2)), rtol=1e-5)
     np.testing.assert_allclose(made, capped + bias + 0.1 * gap, rtol=1e-5)

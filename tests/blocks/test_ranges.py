@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels._xla._blocks import ranges
+from ejkernel.kernels._xla._blocks import block_ranges
 
 SETTINGS = settings(max_examples=25, deadline=None, derandomize=True)
 ROWS, LENGTH = 2, 12  # every array is [2, 12]; blocks divide 12
@@ -67,9 +67,14 @@ def table(q_pos, k_pos, q_ids, k_ids, window, size):
     """Block pairs as the kernels compute them."""
 
     def extents(q, k):
-        return (ranges.extent(q, size[0], q_ids >= 0), ranges.extent(k, size[1], k_ids >= 0))
+        return (
+            block_ranges.extent(q, size[0], q_ids >= 0),
+            block_ranges.extent(k, size[1], k_ids >= 0),
+        )
 
-    return ranges.near(*extents(q_pos, k_pos), window) & ranges.overlap(*extents(q_ids, k_ids))
+    return block_ranges.near(*extents(q_pos, k_pos), window) & block_ranges.overlap(
+        *extents(q_ids, k_ids)
+    )
 
 
 @SETTINGS
@@ -97,7 +102,7 @@ def test_no_visible_pair_is_outside_the_range(seed, q_kind, k_kind, window, size
     assert isinstance(traced, jax.Array)
     np.testing.assert_array_equal(traced, seen)
 
-    first, last = ranges.hull(seen)
+    first, last = block_ranges.hull(seen)
     block = np.arange(LENGTH // size[1])
     assert not (needed & ~((first[..., None] <= block) & (block < last[..., None]))).any()
 
@@ -135,10 +140,10 @@ def test_the_range_of_sorted_segments_is_exact(cuts, size):
 def test_a_block_without_valid_elements_has_an_empty_extent():
     keep = np.asarray([[True, False, False, False]])
     x = np.asarray([[7, 5, 9, 1]], np.int32)
-    low, high = ranges.extent(x, 2, keep)
+    low, high = block_ranges.extent(x, 2, keep)
     assert (low[0, 0], high[0, 0]) == (7, 7)
     assert low[0, 1] > high[0, 1]
-    low, high = ranges.extent(x, 2)
+    low, high = block_ranges.extent(x, 2)
     np.testing.assert_array_equal((low, high), ([[5, 1]], [[7, 9]]))
 
 
@@ -158,7 +163,7 @@ def as_table(rows):
 def test_hull_is_the_least_interval(rows):
     seen = as_table(rows)
     for form in (seen, jnp.asarray(seen)):
-        first, last = ranges.hull(form)
+        first, last = block_ranges.hull(form)
         assert first.dtype == last.dtype == np.int32
         for row, (lower, upper) in enumerate(zip(first, last, strict=True)):
             blocks = np.flatnonzero(seen[row])
@@ -166,7 +171,7 @@ def test_hull_is_the_least_interval(rows):
             assert (int(lower), int(upper)) == expected
 
 
-traced_bounds = jax.jit(ranges.bounds)
+traced_bounds = jax.jit(block_ranges.bounds)
 
 
 @SETTINGS
@@ -178,13 +183,13 @@ traced_bounds = jax.jit(ranges.bounds)
 @example(rows=[1, 3, 7], index=2)  # one first block, several last ones
 def test_bounds_are_the_hull_of_a_row(rows, index):
     seen = as_table(rows)
-    first, last = ranges.hull(seen)
+    first, last = block_ranges.hull(seen)
     expected = (int(first[index]), int(last[index]))
-    known = ranges.bounds(seen, index)
+    known = block_ranges.bounds(seen, index)
     assert known == expected
     assert all(type(x) is int for x in known)
     same = len(set(zip(first.tolist(), last.tolist(), strict=True))) == 1
-    later = ranges.bounds(seen, jnp.int32(index))
+    later = block_ranges.bounds(seen, jnp.int32(index))
     assert all(isinstance(x, int) == same for x in later)
     assert tuple(map(int, later)) == expected
     assert tuple(map(int, traced_bounds(jnp.asarray(seen), index))) == expected

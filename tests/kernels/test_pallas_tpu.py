@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ejkernel._device import Target
 from ejkernel.callib import _pallas
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._pallas.tpu._blocks import pairs
+from ejkernel.kernels._pallas.tpu._blocks import logits
 from ejkernel.kernels._pallas.tpu.flash_attention import call, config
 from tests.kernels import harness
 
@@ -124,14 +124,14 @@ def forward(cfg=None, **options):
 def test_a_slice_one_row_off_is_caught(monkeypatch):
     assert np.isfinite(forward()).all()
     late = property(lambda self: pl.ds(self.lane + 1, self.shape[1]))
-    monkeypatch.setattr(pairs.Tile, "lanes", late)
+    monkeypatch.setattr(logits.Tile, "lanes", late)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)out.of.bounds"):
         forward()
 
 
 def test_rows_one_off_are_caught(monkeypatch):
     late = property(lambda self: pl.ds(self.row + 1, self.shape[0]))
-    monkeypatch.setattr(pairs.Tile, "rows", late)
+    monkeypatch.setattr(logits.Tile, "rows", late)
     with pytest.raises(ValueError, match=r"Out of bound"):  # known while tracing
         forward()
 

@@ -15,6 +15,7 @@ from ejkernel import _settings
 from ejkernel._device import Target
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._triton.blocksparse_attention import config, lists
+from ejkernel.kernels._triton.native_sparse_attention import call as nsa_call
 from ejkernel.kernels._triton.native_sparse_attention import lists as nsa_lists
 from ejkernel.kernels._triton.native_sparse_attention import select
 from ejkernel.modules import block_mask, blocksparse_attention, flash_attention
@@ -159,12 +160,27 @@ def test_ids_hide_blocks_and_make_them_partial():
 
 def test_lists_of_known_masks_are_kept_and_those_of_the_device():
     mask = np.asarray(BUILDERS["random"].build(40, 70, 16))
-    xs, lists._known = arrays(40, 70), type(lists._known)()
+    xs, lists._known = arrays(40, 70), lists._Kept(most=4, most_bytes=1 << 20)
     for of in (lists.of_keys, lists.of_queries):
         known = [of(arguments(xs, mask, 16, causal=True)) for _ in range(2)]
         traced = jax.jit(lambda m, of=of: of(arguments(xs, m, 16, causal=True))[:2])(mask)
         assert rows_of(known[0]) == rows_of(traced)
     assert len(lists._known) == 2
+
+
+def test_lists_are_kept_by_number_and_by_bytes():
+    """Those asked for last stay; one that is larger than everything is not kept."""
+    made = lambda size: lambda: (np.zeros(size, np.int8), np.zeros(0, np.int8))
+    kept = lists._Kept(most=3, most_bytes=100)
+    for key in "abcd":
+        kept.get(key, made(20))
+    assert (len(kept), kept.bytes) == (3, 60)
+    kept.get("b", made(20))
+    kept.get("e", made(70))
+    assert (len(kept), kept.bytes) == (2, 90)
+    assert kept.get("b", made(1))[0].size == 20
+    assert kept.get("f", made(101))[0].size == 101
+    assert (len(kept), kept.bytes) == (2, 90)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"sliding_window": (20, 3)}])
@@ -229,3 +245,20 @@ def test_a_tile_has_room_for_the_blocks_of_its_tokens():
     assert nsa_lists.most_blocks(make(block_counts=3)) == 3
     assert nsa_lists.most_blocks(make(block_counts=99)) == 16
     assert nsa_lists.most_blocks(make(block_counts=jnp.full((1, 64, 1), 2))) == 16
+
+
+def test_the_memory_of_importances_is_bounded_without_changing_bits(monkeypatch):
+    assert select._most_programs(64, 2048) * 64 * 2048 * 4 == 256 << 20  # 131072 tokens
+    assert select._most_programs(4, 128) == 1056
+    assert select._most_programs(64, 1 << 20) == 132
+    q, k, v = arrays(48, 48)
+    spec = kernel_registry.spec("native_sparse_attention")
+    values = {"query": q, "key": k, "value": v, "block_counts": 3, "block_size": 4}
+    args = spec.canonicalize(spec.unpack(spec.complete(values)))
+    entry = harness.find_entry("native_sparse_attention", "triton/gpu")
+    made = nsa_call.Call(args, entry.config.testing(args, "forward"))
+    many = np.asarray(made.words())
+    monkeypatch.setattr(select, "_SCRATCH_BYTES", 0)
+    monkeypatch.setattr(select, "_LEAST_PROGRAMS", 1)
+    assert (np.asarray(made.words()) == many).all()
+    assert many.any()

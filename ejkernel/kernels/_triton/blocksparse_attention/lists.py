@@ -6,6 +6,8 @@ a call like an earlier one finds constants.
 
 import collections
 import dataclasses
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +16,40 @@ import numpy as np
 from ejkernel.kernels import _spec
 from ejkernel.kernels._triton._blocks import block_lists
 
-_KEPT = 32  # lists of known masks
-_known: collections.OrderedDict[Any, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
+_Arrays = tuple[np.ndarray, np.ndarray]
+
+
+class _Kept:
+    """The lists of known masks that were asked for last, at most so many and of so many bytes."""
+
+    def __init__(self, most: int, most_bytes: int):
+        self.most, self.most_bytes, self.bytes = most, most_bytes, 0
+        self._found: collections.OrderedDict[Any, _Arrays] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: Any, make: Callable[[], _Arrays]) -> _Arrays:
+        if key in self._found:
+            self._found.move_to_end(key)
+            return self._found[key]
+        made = make()
+        if _size(made) > self.most_bytes:
+            return made
+        self._found[key] = made
+        self.bytes += _size(made)
+        while len(self) > self.most or self.bytes > self.most_bytes:
+            _, oldest = self._found.popitem(last=False)
+            self.bytes -= _size(oldest)
+        return made
+
+
+def _size(arrays: _Arrays) -> int:
+    return sum(x.nbytes for x in arrays)
+
+
+# lists of 16 heads with 1024 x 1024 blocks take 64 MiB
+_known = _Kept(most=32, most_bytes=256 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +79,10 @@ def _lists(args: Any, by_keys: bool) -> block_lists.Lists:
         blocks, counts = _sorted(*_kinds(args, args.sparsity_mask, ids, jnp), by_keys, jnp)
     else:
         lengths = (args.query.shape[1], args.key.shape[1], args.block_size)
-        key = (mask.tobytes(), mask.shape, lengths, args.sliding_window, by_keys)
-        if key not in _known:
-            _known[key] = _sorted(*_kinds(args, mask, ids, np), by_keys, np)
-            if len(_known) > _KEPT:
-                _known.popitem(last=False)
-        blocks, counts = _known[key]
+        digest = hashlib.sha256(mask.tobytes()).digest()
+        key = (digest, mask.shape, lengths, args.sliding_window, by_keys)
+        make = lambda: _sorted(*_kinds(args, mask, ids, np), by_keys, np)
+        blocks, counts = _known.get(key, make)
     lead_b, lead_h, rows, width = blocks.shape
     return block_lists.Lists(
         blocks=jnp.asarray(blocks),

@@ -21,7 +21,8 @@ from ejkernel.kernels._triton.native_sparse_attention import table as tables
 
 _WORD = tl.constexpr(spec.WORD)
 _INFINITY = tl.constexpr(0x7F800000)  # the bits of a float
-_PROGRAMS = 1056  # eight for each multiprocessor of an H200
+_PROGRAMS, _LEAST_PROGRAMS = 1056, 132  # eight and one for each multiprocessor of an H200
+_SCRATCH_BYTES = 256 << 20
 _CHUNK = 1024  # blocks whose ranks are in registers at once
 _LISTED_TOKENS, _LISTED_WORDS = 32, 32
 
@@ -176,6 +177,12 @@ def nsa_listed_kernel(
         tl.store(p, found.to(tl.float32), mask=inside[:, None] & (o_w < num_words)[None, :])
 
 
+def _most_programs(tokens: int, columns: int) -> int:
+    """Fewer where memory for the importance of a tile each takes too much; results are the same."""
+    fitting = _SCRATCH_BYTES // (4 * tokens * columns)
+    return min(max(fitting, _LEAST_PROGRAMS), _PROGRAMS)
+
+
 def words(args: Any, table: tables.Table, sparse: common.Sparse, tile: int) -> jax.Array:
     """The selection's bits [b, g, t, words]; `tile` rows are scored at once."""
     batch, t, groups, _ = args.key.shape
@@ -203,7 +210,7 @@ def words(args: Any, table: tables.Table, sparse: common.Sparse, tile: int) -> j
     high, low = _parts(args, tables.means(args, table, args.key))
     tokens = max(tile // sparse.PADDED, 1)
     columns = max(next_power_of_2(num_blocks), 16)
-    programs = min(cdiv(t, tokens) * groups * batch, _PROGRAMS)
+    programs = min(cdiv(t, tokens) * groups * batch, _most_programs(tokens, columns))
     return triton_call(
         nsa_choose_kernel,
         inputs=shared

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile
+from ejkernel.kernels._xla._blocks.logits import Blocks, Pairs, Tile
 
 
 class ListedPairs(Pairs):

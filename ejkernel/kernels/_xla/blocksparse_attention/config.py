@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
-from ejkernel.kernels._xla._blocks.pairs import Blocks
+from ejkernel.kernels._xla._blocks.logits import Blocks
 from ejkernel.kernels._xla.flash_attention import config as dense
 
 # A CPU gains by a second core from 8 heads of 64 x 64 (82 ms forward against 92 ms with one head a

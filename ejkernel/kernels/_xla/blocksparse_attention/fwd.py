@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import multiply
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Tile, multiply
+from ejkernel.kernels._xla._blocks.logits import Tile
 from ejkernel.kernels._xla.blocksparse_attention import config
 from ejkernel.kernels._xla.blocksparse_attention.blocks import ListedPairs, over
 from ejkernel.kernels._xla.flash_attention import formula

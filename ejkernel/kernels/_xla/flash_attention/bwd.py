@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels import _attention
+from ejkernel.kernels._shared.products import finite, multiply
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply, pad
+from ejkernel.kernels._xla._blocks.logits import Pairs, Tile, pad
 from ejkernel.kernels._xla.flash_attention import config
 
 

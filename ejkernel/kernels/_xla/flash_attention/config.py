@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
-from ejkernel.kernels._xla._blocks.pairs import Blocks
+from ejkernel.kernels._xla._blocks.logits import Blocks
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 # A CPU wants the tile of logits in its cache: 512 x 256 of 8 heads in float32 forward (4 MiB), and

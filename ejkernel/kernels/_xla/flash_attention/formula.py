@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._shared.products import finite, wide
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Blocks, Pairs, Tile, finite, wide
+from ejkernel.kernels._xla._blocks.logits import Blocks, Pairs, Tile
 
 _ROWS = 256
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import finite, multiply, wide
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply, wide
+from ejkernel.kernels._xla._blocks.logits import Pairs, Tile
 from ejkernel.kernels._xla.flash_attention import config
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import multiply, wide
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import multiply, pad, wide
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.grouped_matmul import config, fwd, plan
 
 

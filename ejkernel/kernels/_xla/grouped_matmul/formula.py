@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import wide
 from ejkernel.kernels._specs.grouped_matmul import out_dtype
 from ejkernel.kernels._xla._blocks import loops
-from ejkernel.kernels._xla._blocks.pairs import pad, wide
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.grouped_matmul import fwd, plan
 
 _ROWS = 128

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared import products
 from ejkernel.kernels._specs.grouped_matmul import out_dtype
-from ejkernel.kernels._xla._blocks import loops, pairs
-from ejkernel.kernels._xla._blocks.pairs import pad
+from ejkernel.kernels._xla._blocks import loops
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.grouped_matmul import config, plan
 
 
@@ -33,7 +34,7 @@ def product(lhs: jax.Array, rhs: jax.Array, transpose_rhs: bool, dtype: Any) -> 
     """`lhs @ rhs` over the last two axes, summed in float32 at least."""
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     formula = "...mk,...nk->...mn" if transpose_rhs else "...mk,...kn->...mn"
-    return pairs.multiply(formula, lhs.astype(common), rhs.astype(common)).astype(dtype)
+    return products.multiply(formula, lhs.astype(common), rhs.astype(common)).astype(dtype)
 
 
 def multiply(

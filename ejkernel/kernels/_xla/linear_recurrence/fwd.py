@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from ejkernel.kernels._shared import token_chunks
 from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._shared.products import wide
 from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.kernels._xla._blocks import chunks, loops
-from ejkernel.kernels._xla._blocks.pairs import wide
 from ejkernel.kernels._xla.linear_recurrence import chunk, config, recurrent
 
 

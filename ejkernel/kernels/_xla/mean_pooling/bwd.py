@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared import pooled_rows
-from ejkernel.kernels._xla._blocks.pairs import wide
+from ejkernel.kernels._shared.products import wide
 from ejkernel.kernels._xla.mean_pooling import fwd
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import finite
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Tile, finite
+from ejkernel.kernels._xla._blocks.logits import Tile
 from ejkernel.kernels._xla.flash_attention import bwd as flash
 from ejkernel.kernels._xla.mla_attention import config
 from ejkernel.kernels._xla.mla_attention.forms import Form

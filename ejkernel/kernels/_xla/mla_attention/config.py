@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
-from ejkernel.kernels._xla._blocks.pairs import Blocks
+from ejkernel.kernels._xla._blocks.logits import Blocks
 from ejkernel.kernels._xla.flash_attention import config as flash
 from ejkernel.ops.core.kernel import FORWARD
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._xla._blocks import loops, ranges
-from ejkernel.kernels._xla._blocks.pairs import Pairs, Tile, finite, multiply, pad
+from ejkernel.kernels._shared.products import finite, multiply
+from ejkernel.kernels._xla._blocks import block_ranges, loops
+from ejkernel.kernels._xla._blocks.logits import Pairs, Tile, pad
 from ejkernel.kernels._xla.mla_attention import config
 
 
@@ -102,7 +103,7 @@ class Form:
     def key_bounds(self, b: Any) -> tuple[Any, Any]:
         """Blocks of keys that some query of a block of rows may see."""
         table = self.pairs.table(b)
-        return ranges.bounds(table.any(axis=0)[None], 0)
+        return block_ranges.bounds(table.any(axis=0)[None], 0)
 
     def pull_keys(
         self, keys: Keys, dk: jax.Array, dv: jax.Array, g: Any, wanted: frozenset[str]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared.precision import xla_precision
-from ejkernel.kernels._xla._blocks.pairs import finite, wide
+from ejkernel.kernels._shared.products import finite, wide
 from ejkernel.kernels._xla.flash_attention import formula
 
 

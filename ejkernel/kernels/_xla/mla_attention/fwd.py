@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import wide
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import Tile, wide
+from ejkernel.kernels._xla._blocks.logits import Tile
 from ejkernel.kernels._xla.mla_attention import config
 from ejkernel.kernels._xla.mla_attention.forms import Form, Keys
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.kernels._shared.products import wide
 from ejkernel.kernels._xla._blocks import loops, paging
-from ejkernel.kernels._xla._blocks.pairs import wide
 from ejkernel.kernels._xla.ragged_page_attention import config
 from ejkernel.kernels._xla.ragged_page_attention import fwd as ragged
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._shared.products import finite, multiply
 from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import finite, multiply, pad
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.flash_attention import bwd as flash
 from ejkernel.kernels._xla.native_sparse_attention import config, fwd, schedule, select, table
 from ejkernel.kernels._xla.native_sparse_attention.fwd import Operands

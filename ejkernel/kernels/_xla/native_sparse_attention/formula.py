@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._shared.precision import xla_precision
 from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import pad
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.native_sparse_attention import fwd, select, table
 
 _ROWS = 256

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared.precision import xla_precision
+from ejkernel.kernels._shared.products import multiply, wide
 from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._specs.flash_attention import FlashAttentionArgs
 from ejkernel.kernels._xla._blocks import loops, softmax
-from ejkernel.kernels._xla._blocks.pairs import multiply, pad, wide
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.flash_attention import fwd as flash
 from ejkernel.kernels._xla.native_sparse_attention import config, schedule, select, table
 from ejkernel.xla_utils import segments

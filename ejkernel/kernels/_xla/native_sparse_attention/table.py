@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._shared import pooled_rows
+from ejkernel.kernels._shared.products import finite
 from ejkernel.kernels._specs.mean_pooling import MeanPoolingArgs
-from ejkernel.kernels._xla._blocks.pairs import finite, pad
+from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.xla_utils import segments
 
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared.precision import xla_precision
-from ejkernel.kernels._xla._blocks.pairs import pad, wide
+from ejkernel.kernels._shared.products import wide
+from ejkernel.kernels._xla._blocks.logits import pad
 
 
 def sparse_matmul(args: Any) -> tuple[jax.Array, ...]:

@@ -1,1 +1,1 @@
-"""What TPU kernels share: tables of blocks, pairs, softmax, random numbers and tiles."""
+"""What TPU kernels share: tables of blocks, logits, softmax, random numbers and tiles."""

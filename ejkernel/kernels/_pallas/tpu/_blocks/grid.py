@@ -5,6 +5,7 @@ block bounds, page ids or group offsets, from which index maps and loops take wh
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import _pallas
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels._pallas.tpu._blocks import capacity
 
 Refs = types.SimpleNamespace  # `table`, and every operand, result and buffer by name
 _ENDED = object()
@@ -39,8 +42,8 @@ class Operands:
         self.add(name, array, pl.BlockSpec(memory_space=pltpu.SMEM))
 
     def add_whole(self, name: str, array: jax.Array) -> None:
-        """An array that stays where it is, for a kernel that copies parts of it itself."""
-        self.add(name, array, pl.BlockSpec(memory_space=pl.ANY))
+        """An array that stays in HBM, for a kernel that copies parts of it itself."""
+        self.add(name, _pallas.in_hbm(array), pl.BlockSpec(memory_space=pltpu.HBM))
 
     def run(
         self,
@@ -52,6 +55,7 @@ class Operands:
         grid: tuple[int, ...],
         sequential: int,
         vmem_limit: int | None = None,
+        checked: bool = True,
     ) -> list[jax.Array]:
         """Results of `body(refs)`.
 
@@ -64,7 +68,10 @@ class Operands:
           grid: Sizes of the grid.
           sequential: How many of its last axes must run in order.
           vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
+          checked: Whether a compiled kernel checks the addresses of its copies, two thirds of what
+            starting one costs. Only a kernel whose indices were made in the program goes without.
         """
+        self._check_tables(name, table)
         names = [*self._names, *out, *scratch]
 
         def kernel(table: Any, *refs: Any) -> None:
@@ -85,8 +92,19 @@ class Operands:
             name=name,
             sequential=sequential,
             vmem_limit=vmem_limit,
+            checked=checked,
         )
         return call(table.reshape(-1), *self._arrays)
+
+    def _check_tables(self, name: str, table: jax.Array) -> None:
+        """Entries refuse such calls; this is about sizes of blocks that a caller insists on."""
+        numbers = table.size
+        for array, spec in zip(self._arrays, self._specs, strict=True):
+            if spec.memory_space == pltpu.SMEM:  # whole, or two buffers of a block
+                block = spec.block_shape
+                numbers += 2 * math.prod(n or 1 for n in block) if block else array.size
+        if (why := capacity.smem_refusal(numbers)) is not None:
+            raise UnsupportedError(f"`{name}`: {why}. Larger blocks make smaller tables.")
 
 
 def is_first(grid: tuple[int, ...], sequential: int) -> Any:

@@ -1,10 +1,12 @@
 """Block-sparse attention on TPUs, in bfloat16 and float32; masks of blocks known or traced."""
 
+import dataclasses
 import functools
 from typing import Any
 
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu import flash_attention
+from ejkernel.kernels._pallas.tpu._blocks import capacity
 from ejkernel.kernels._pallas.tpu.blocksparse_attention import call, config
 from ejkernel.kernels._pallas.tpu.flash_attention import bwd, fwd
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
@@ -14,24 +16,30 @@ _HONOURS = frozenset({
     "logits_soft_cap", "softmax_aux", "q_segment_ids", "kv_segment_ids", "return_lse",
 })  # fmt: skip
 
-_MOST_COUNTS = 1 << 16  # two numbers of 4 bytes each, half of the scalar memory of a v5e
-
 
 def _requires(args: Any) -> str | None:
     """What the kernels cannot do: those of dense attention, and lists beyond scalar memory."""
     size, _ = config.sizes(args.block_size)
     rows = max(cdiv(x.shape[1], size) for x in (args.query, args.key))
     batch, heads = args.sparsity_mask.shape[:2]
-    if (counts := batch * heads * rows) > _MOST_COUNTS:
-        return f"needs at most {_MOST_COUNTS} rows of blocks in scalar memory; got {counts}"
-    return flash_attention.requires(args)
+    # two numbers a row of blocks, two buffers of a list, and sinks
+    numbers = 2 * batch * heads * rows + 2 * rows + args.query.shape[2]
+    return capacity.smem_refusal(numbers) or flash_attention.refused_sizes(args)
+
+
+def _backward(args: Any, cfg: config.Config, *given: Any) -> dict[str, Any]:
+    """Gradients; dq is made in the pass over keys only where both are wanted."""
+    *_, wanted = given
+    if "query" not in wanted or not wanted & {"key", "value"}:
+        cfg = dataclasses.replace(cfg, one_pass=False)
+    return bwd.backward(args, cfg, *given, prepare=call.Call)
 
 
 kernel_registry.register(
     "blocksparse_attention",
     Platform.PALLAS,
     Backend.TPU,
-    backward=functools.partial(bwd.backward, prepare=call.Call),
+    backward=_backward,
     config=config,
     honours=_HONOURS,
     requires=_requires,

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import cdiv
-from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, ranges
-from ejkernel.kernels._pallas.tpu.blocksparse_attention import config
+from ejkernel.kernels._pallas.tpu._blocks import block_ranges, grid, logits
+from ejkernel.kernels._pallas.tpu.blocksparse_attention import config, dq
 from ejkernel.kernels._pallas.tpu.flash_attention import call as dense
 
 _IN_HBM = object()  # in place of a block spec, for arrays that a program copies from
@@ -28,6 +28,8 @@ class Call(dense.Call):
     A mask whose blocks are no multiple of a register's 128 lanes has its blocks padded to one.
     """
 
+    _checked = False  # every id of a list is that of a block: lists are made by sorting
+
     def __init__(self, args: Any, cfg: Any, holds_keys: bool, every_fetch: bool = False):
         self.args, self.cfg, self.holds_keys = args, cfg, holds_keys
         self.batch, self.t, self.num_heads, self.d = args.query.shape
@@ -36,7 +38,7 @@ class Call(dense.Call):
         self.size, self.held_size = config.sizes(args.block_size)
         self.step, self.per_fetch = self.held_size, cfg.stream
         self.fetched = self.step * self.per_fetch
-        queries, keys = (self._padded_side(side) for side in ranges.sides(args))
+        queries, keys = (self._padded_side(side) for side in block_ranges.sides(args))
         left, right = args.sliding_window
         if holds_keys:
             self.held, self.streamed, reach = keys, queries, (right, left)
@@ -47,11 +49,12 @@ class Call(dense.Call):
         )
         blocks = (self.held_size, self.step)
         # queries beyond the length have weight zero in backward, and no mask is needed for them
-        seen = ranges.table(self.held, self.streamed, reach, blocks, whole=not holds_keys)
+        seen = block_ranges.table(self.held, self.streamed, reach, blocks, whole=not holds_keys)
         self.hides = bool(keys.ids) or reach != (None, None)
         self.rules = self._rules(len(keys.ids))
         self.operands = grid.Operands(dense.OPTIONAL)
         self.buffers: dict[str, Any] = {}
+        self.dq = dq.InOnePass(self) if holds_keys and cfg.one_pass else None
         self.table, lists = self._lists(seen)
         self.lead = lists.shape[:2]
         self._add_lists(lists)
@@ -87,7 +90,7 @@ class Call(dense.Call):
 
     # Arrays in blocks
 
-    def _padded_side(self, side: ranges.Side) -> ranges.Side:
+    def _padded_side(self, side: block_ranges.Side) -> block_ranges.Side:
         """Tokens with those that fill blocks up; these have a negative id."""
         if self.size == self.held_size:
             return side
@@ -95,7 +98,7 @@ class Call(dense.Call):
         at = at if side.positions is None else side.positions
         ids = (jnp.zeros((1, side.length), jnp.int32), *side.ids)
         made = [self._in_blocks(x, 1, -1) for x in (at, *ids)]
-        return ranges.Side(made[0].shape[1], side.start, tuple(made[1:]), made[0])
+        return block_ranges.Side(made[0].shape[1], side.start, tuple(made[1:]), made[0])
 
     def _in_blocks(self, x: jax.Array, axis: int, fill: float) -> jax.Array:
         blocks = cdiv(x.shape[axis], self.size)
@@ -132,6 +135,14 @@ class Call(dense.Call):
             return b, g * self._int(self.group) + r, g, held, None
         b, h, held = ids
         return b, h, jax.lax.div(h, self._int(self.group)), held, None
+
+    @property
+    def _in_order(self) -> int:
+        return 2 if self.dq is not None else self._sequential
+
+    @property
+    def _vmem_limit(self) -> int:
+        return config.vmem_limit(self.args, self.cfg)
 
     def here(self, refs: Any) -> dense.Place:
         ids = [pl.program_id(i) for i in range(len(self.grid))]
@@ -174,39 +185,51 @@ class Call(dense.Call):
         num_whole, num_listed = at.bounds
         per = self._int(self.per_fetch)
 
-        def tile(j: Any, u: Any, blocks: int, masked: bool) -> pairs.Tile:
+        def tile(j: Any, u: Any, blocks: int, masked: bool) -> logits.Tile:
             """Several blocks at once if not masked: their places in the call do not matter."""
             size = self._int(self.step)
-            return pairs.Tile(
+            starts = tuple(refs.list[0, j * per + u + i] * size for i in range(blocks))
+            return dq.Tile(
                 row=0,
                 lane=pl.multiple_of(u * size, self.step),
                 held=at.held * size,
-                streamed=refs.list[0, j * per + u] * size,
+                streamed=starts[0],
                 shape=(self.held_size, blocks * self.step),
                 masked=masked,
+                starts=starts,
             )
 
         def visit(j: Any, slot: Any) -> None:
             for name in self.buffers:
                 setattr(refs, name, getattr(refs, f"two_{name}").at[slot])
+            parts = self.cfg.parts
+            blocks = self.per_fetch // parts
             whole = (j + 1) * per <= num_whole
 
             @pl.when(whole)
             def _() -> None:
-                parts = self.cfg.parts
-                blocks = self.per_fetch // parts
                 starts = (np.int32(i * blocks) for i in range(parts))
                 grid.overlap([step(tile(j, u, blocks, False)) for u in starts])
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                def one(u: Any, carry: Any) -> Any:
-                    for _ in step(tile(j, u, 1, True)):
-                        pass
-                    return carry
-
+                first = jnp.int32(0)
+                if parts > 1:
+                    pieces = jax.lax.div(jnp.maximum(num_whole - j * per, 0), self._int(blocks))
+                    each(jnp.int32(0), pieces, lambda i: tile(j, i * blocks, blocks, False))
+                    first = pieces * blocks
                 count = jnp.minimum(num_listed - j * per, per)
-                jax.lax.fori_loop(jnp.int32(0), count, one, np.int32(0))
+                each(first, count, lambda u: tile(j, u, 1, True))
+
+        def each(first: Any, last: Any, tile_of: Any) -> None:
+            """Runs `step` for one tile after the other."""
+
+            def one(i: Any, carry: Any) -> Any:
+                for _ in step(tile_of(i)):
+                    pass
+                return carry
+
+            jax.lax.fori_loop(first, last, one, np.int32(0))
 
         copies = functools.partial(self._copies, refs, at)
         grid.stream(jax.lax.div(num_listed + (per - 1), per), copies, visit)

@@ -8,9 +8,18 @@ from ejkernel._device import Target
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import capacity, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import config as dense
+from ejkernel.ops.core.kernel import BACKWARD
 
-# `stream`: listed blocks that are fetched at once; `parts`: into so many pieces they are joined
-Config = dense.Config
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(dense.Config):
+    """`stream`: listed blocks that are fetched at once; `parts`: so many pieces they are joined to.
+
+    `one_pass`: the pass over keys makes dq too, all queries of a key head in VMEM.
+    """
+
+    one_pass: bool = False
+
 
 _SIZES = (512, 256, tiles.LANES)
 
@@ -26,18 +35,30 @@ def sizes(block_size: int) -> tuple[int, int]:
     return block_size, cdiv(block_size, tiles.LANES) * tiles.LANES
 
 
-def _with_stream(args: Any, stream: int, parts: int = 1) -> Config:
+def _with_stream(args: Any, stream: int, parts: int = 1, one_pass: bool = False) -> Config:
     _, padded = sizes(args.block_size)
-    return Config(block_q=padded, block_k=padded, stream=stream, parts=parts)
+    return Config(block_q=padded, block_k=padded, stream=stream, parts=parts, one_pass=one_pass)
+
+
+def vmem_limit(args: Any, cfg: Config) -> int:
+    """What to ask of the compiler."""
+    size, padded = sizes(args.block_size)
+    _, t, heads, d = args.query.shape
+    queries = heads // args.key.shape[2] * cdiv(t, size) * padded
+    return dense.vmem_limit(args, cfg) + (4 * d * queries if cfg.one_pass else 0)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """More or fewer blocks at once, as many as fit; at least one."""
     limit = capacity.vmem(target)
     # by the cycles of schedules for v5e, 32768 tokens, d = 128, an eighth of blocks of 128, beside
-    # dense attention: 8 blocks in 2 parts 0.24 forward, 0.29 backward; 4 in one 0.34 and 0.31
-    made = [_with_stream(args, *guess) for guess in ((8, 2), (4, 1), (2, 1), (1, 1))]
-    fitting = [cfg for cfg in made if dense.vmem_limit(args, cfg) <= limit]
+    # dense attention: 8 blocks in 2 parts 0.20 forward, 0.12 backward; 4 in one 0.27 and 0.13;
+    # backward in two passes 0.16
+    guesses = ((8, 2), (4, 1), (2, 1), (1, 1))
+    made = [_with_stream(args, *guess) for guess in guesses]
+    if direction == BACKWARD:
+        made = [dataclasses.replace(cfg, one_pass=True) for cfg in made[:2]] + made
+    fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= limit]
     return tuple(fitting or made[-1:])
 
 
@@ -46,9 +67,17 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
     return candidates(args, direction, target)[0]
 
 
+def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
+    """Why a config of another call has no room here."""
+    needed, limit = vmem_limit(args, cfg), capacity.vmem(target)
+    if cfg.one_pass and needed > limit:
+        return f"dq of all queries of a key head takes {needed} bytes of VMEM, more than {limit}"
+    return None
+
+
 def testing(args: Any, direction: str) -> Config:
     """Two blocks at once, so that lists of tests have whole and partial steps."""
-    return _with_stream(args, 2)
+    return _with_stream(args, 2, one_pass=direction == BACKWARD)
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:

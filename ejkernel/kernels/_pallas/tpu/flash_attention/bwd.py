@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._pallas.tpu._blocks import pairs, softmax, tiles
+from ejkernel.kernels._pallas.tpu._blocks import logits, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import call, config
 
 
@@ -44,7 +44,7 @@ def backward(
     rows = jnp.stack([jnp.where(bad, jnp.nan, shifted), delta], axis=2)  # [b, h, 2, t]
     if wanted & {"key", "value"}:
         grads |= _over_keys(prepare(args, cfg, holds_keys=True), dout, rows)
-    if wanted & {"query", "bias"}:
+    if (wanted - grads.keys()) & {"query", "bias"}:
         turned, with_bias = config.exchanged(cfg), "bias" in wanted
         of = prepare(args, turned, holds_keys=False, every_fetch=with_bias)
         grads |= _over_queries(of, dout, rows, with_bias)
@@ -66,16 +66,16 @@ def _gradient_of_logits(
     of: call.Call,
     refs: Any,
     at: call.Place,
-    tile: pairs.Tile,
+    tile: logits.Tile,
     products: tuple[jax.Array, jax.Array],
     rows: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weights after dropout and gradients of what is capped and of the bias, from two products."""
     rules, (dots, dp), (lse, delta) = of.rules, products, rows
-    x, capped = pairs.logits(rules, refs, tile, dots, at.head)
-    seen = pairs.visible(rules, refs, tile)
+    x, capped = logits.logits(rules, refs, tile, dots, at.head)
+    seen = logits.visible(rules, refs, tile)
     p = softmax.weights(x, lse, of.units)
-    kept, dp = pairs.drop(rules, refs, tile, at.batch, at.head, p, dp)
+    kept, dp = logits.drop(rules, refs, tile, at.batch, at.head, p, dp)
     added = ds = p * (dp - delta)
     if rules.cap is not None:
         ds = ds * (1.0 - jnp.square(capped * (1.0 / rules.cap)))
@@ -96,7 +96,10 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
         refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
         of.fill_columns(refs)
 
-    def step(tile: pairs.Tile) -> Iterator[None]:
+    if of.dq is not None:
+        of.dq.start(refs, at)
+
+    def step(tile: logits.Tile) -> Iterator[None]:
         rows, lanes = tile.rows, tile.lanes
         q, dout = refs.query[lanes], refs.dout[lanes]
         stats = refs.rows[0:1, lanes], refs.rows[1:2, lanes]
@@ -106,9 +109,14 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
         kept, ds, _ = _gradient_of_logits(of, refs, at, tile, (dots, dp), stats)
         yield
         refs.dv_sum[rows] += tiles.product(kept.astype(dout.dtype), dout)
-        refs.dk_sum[rows] += tiles.product(ds.astype(q.dtype), q)
+        ds = ds.astype(q.dtype)
+        refs.dk_sum[rows] += tiles.product(ds, q)
+        if of.dq is not None:
+            of.dq.add(refs, at, tile, ds)
 
     of.tiles(refs, at, step)
+    if of.dq is not None:
+        of.dq.finish(refs, at)
 
     @pl.when(of.is_last())
     def _() -> None:
@@ -118,25 +126,22 @@ def _keys_kernel(of: call.Call, refs: Any) -> None:
 
 
 def _over_keys(of: call.Call, dout: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
+    """dk and dv, and dq where the call makes it on the way."""
     _operands(of, dout, rows)
     lead, length = (of.batch, of.num_groups), of.padded[1]
-    made = of.run(
-        "flash_attention_bwd_dkv_kernel",
-        _keys_kernel,
-        {
-            name: (
-                jax.ShapeDtypeStruct((*lead, length, size), of.args.key.dtype),
-                of.key_spec(size),
-            )
-            for name, size in (("dk", of.d), ("dv", of.e))
-        },
-        {
-            name: pltpu.VMEM((of.held_size, size), jnp.float32)
-            for name, size in (("dk_sum", of.d), ("dv_sum", of.e))
-        },
-    )
-    dk, dv = (of.taken(x, 2, 1).transpose(0, 2, 1, 3) for x in made)
-    return {"key": dk, "value": dv}
+    sizes = (("dk", of.d), ("dv", of.e))
+    out = {
+        name: (jax.ShapeDtypeStruct((*lead, length, size), of.args.key.dtype), of.key_spec(size))
+        for name, size in sizes
+    }
+    scratch = {f"{name}_sum": pltpu.VMEM((of.held_size, size), jnp.float32) for name, size in sizes}
+    if of.dq is not None:
+        out, scratch = out | of.dq.out(), scratch | of.dq.scratch()
+    dk, dv, *dq = of.run("flash_attention_bwd_dkv_kernel", _keys_kernel, out, scratch)
+    grads = {} if of.dq is None else {"query": of.dq.taken(*dq)}
+    for name, x in (("key", dk), ("value", dv)):
+        grads[name] = of.taken(x, 2, 1).transpose(0, 2, 1, 3)
+    return grads
 
 
 # dq and dbias
@@ -155,7 +160,7 @@ def _queries_kernel(of: call.Call, refs: Any) -> None:
     if refs.dbias is not None:
         refs.dbias[...] = jnp.zeros_like(refs.dbias)
 
-    def step(tile: pairs.Tile) -> Iterator[None]:
+    def step(tile: logits.Tile) -> Iterator[None]:
         rows, lanes = tile.rows, tile.lanes
         k, v = refs.key[lanes], refs.value[lanes]
         dots = tiles.product(refs.query[rows], k, transpose=True)  # [block_q, block_k]
@@ -176,7 +181,7 @@ def _queries_kernel(of: call.Call, refs: Any) -> None:
         refs.dq[...] = (refs.dq_sum[...] * scale).astype(refs.dq.dtype)
 
 
-def _add_bias(dbias: Any, ds: jax.Array, tile: pairs.Tile) -> None:
+def _add_bias(dbias: Any, ds: jax.Array, tile: logits.Tile) -> None:
     """A tile of dbias; with one row for all queries, summed over those of a block."""
     if dbias.shape[0] == 1:
         dbias[:, tile.lanes] += jnp.sum(ds, axis=0, keepdims=True)

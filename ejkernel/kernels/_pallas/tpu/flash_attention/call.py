@@ -17,14 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import cdiv
-from ejkernel.kernels._pallas.tpu._blocks import grid, pairs, ranges, softmax, tiles
+from ejkernel.kernels._pallas.tpu._blocks import block_ranges, grid, logits, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import config
 
 OPTIONAL = (
     "bias", "mask", "held_rows", "streamed_rows", "slopes", "sinks", "seed", "dbias",
 )  # fmt: skip
 # The work on a tile, with a `yield` after each of its stages.
-Step = Callable[[pairs.Tile], Iterator[None]]
+Step = Callable[[logits.Tile], Iterator[None]]
 # Rows of the parts of a block on an edge of the mask: the fewer, the less is computed in vain.
 _EDGE = 256
 
@@ -44,13 +44,16 @@ class Place:
 class Call:
     """The operands of one kernel, collected by name."""
 
+    _checked = True  # addresses of copies, which no index of a table decides here
+    dq: Any = None  # how a kernel that holds keys makes dq as well, where it does
+
     def __init__(self, args: Any, cfg: config.Config, holds_keys: bool, every_fetch: bool = False):
         """`every_fetch`: programs run even where they have nothing to visit."""
         self.args, self.cfg, self.holds_keys = args, cfg, holds_keys
         self.batch, self.t, self.num_heads, self.d = args.query.shape
         _, self.s, self.num_groups, self.e = args.value.shape
         self.group = self.num_heads // self.num_groups
-        queries, keys = ranges.sides(args)
+        queries, keys = block_ranges.sides(args)
         left, right = args.sliding_window
         if holds_keys:
             self.held, self.streamed, reach = keys, queries, (right, left)
@@ -75,8 +78,8 @@ class Call:
 
     def _plan(self, described: Any) -> None:
         """The table, and what is known of it while compiling."""
-        self.table = ranges.table(*described)
-        self.bands: tuple[ranges.Band, ...] = ()
+        self.table = block_ranges.table(*described)
+        self.bands: tuple[block_ranges.Band, ...] = ()
         self.masked = self.unmasked = True
         self.visits = self.fetches
         if not isinstance(self.table, np.ndarray):
@@ -87,11 +90,11 @@ class Call:
         self.unmasked = bool((full < ragged).any())
         self.masked = bool(((first < full) | (ragged < last)).any())
         if self.step > tiles.LANES and self.step % tiles.LANES == 0:
-            self.bands, index = ranges.bands(self.table, *described)
+            self.bands, index = block_ranges.bands(self.table, *described)
             self.masked &= not self.bands
             self.table = np.concatenate([self.table, index], axis=-1)
 
-    def _rules(self, num_ids: int) -> pairs.Rules:
+    def _rules(self, num_ids: int) -> logits.Rules:
         args = self.args
         left, right = args.sliding_window
         near = left is not None or right is not None
@@ -101,7 +104,7 @@ class Call:
         positions = near or args.alibi_slopes is not None
         uneven = not self.holds_keys and not num_ids and self.s % self.step != 0
         prob = args.dropout_prob
-        return pairs.Rules(
+        return logits.Rules(
             holds_keys=self.holds_keys,
             scale=float(args.softmax_scale) if natural else None,
             cap=None if args.logits_soft_cap is None else float(args.logits_soft_cap),
@@ -174,6 +177,11 @@ class Call:
     def _sequential(self) -> int:
         """Axes of the grid that a held block stays for."""
         return len(self.grid) - 3
+
+    @property
+    def _in_order(self) -> int:
+        """Axes of the grid whose programs run one after the other."""
+        return self._sequential
 
     def is_first(self) -> Any:
         """Whether a held block has just come."""
@@ -276,7 +284,7 @@ class Call:
         """Numbers that come with each token: ids, and a position."""
         return self.rules.num_ids + self.rules.positions
 
-    def _add_rows(self, name: str, side: ranges.Side, length: int, streamed: bool) -> None:
+    def _add_rows(self, name: str, side: block_ranges.Side, length: int, streamed: bool) -> None:
         rows = [*side.ids, *([side.positions] if self.rules.positions else [])]
         lead = max(x.shape[0] for x in rows)
         rows = jnp.stack([jnp.broadcast_to(x, (lead, x.shape[1])) for x in rows], axis=1)
@@ -324,9 +332,14 @@ class Call:
             out,
             scratch,
             self.grid,
-            self._sequential,
-            config.vmem_limit(self.args, self.cfg),
+            self._in_order,
+            self._vmem_limit,
+            self._checked,
         )
+
+    @property
+    def _vmem_limit(self) -> int:
+        return config.vmem_limit(self.args, self.cfg)
 
     def fill_columns(self, refs: Any) -> None:
         """Ids and positions of the held side, once a held block."""
@@ -359,7 +372,7 @@ class Call:
         if self.masked:
             jax.lax.fori_loop(ragged, last, functools.partial(visit, masked=True), nothing)
 
-    def _visit_band(self, at: Place, step: Step, band: ranges.Band, j: Any) -> None:
+    def _visit_band(self, at: Place, step: Step, band: block_ranges.Band, j: Any) -> None:
         """Parts of a masked block, cut to the registers that hold something visible.
 
         Parts differ in size: taken one after the other they leave units idle, on v6e 0.4 of the
@@ -383,10 +396,10 @@ class Call:
         corner: tuple[int, int],
         shape: tuple[int, int],
         masked: bool,
-        band: ranges.Band | None = None,
-    ) -> pairs.Tile:
+        band: block_ranges.Band | None = None,
+    ) -> logits.Tile:
         row, lane = (np.int32(x) for x in corner)
-        return pairs.Tile(
+        return logits.Tile(
             row=corner[0],
             lane=pl.multiple_of(j * self._int(self.step), self.step) + lane,
             held=at.held * self._int(self.held_size) + row,

@@ -82,6 +82,21 @@ _GUESSES = {
 _BACKWARD_NEAR = ((512, 512, 1, 4),)
 
 
+# Arrays that do not tell which tokens belong together: without others, one table serves all rows.
+_NO_IDS = frozenset({
+    "query", "key", "value", "bias", "attention_mask", "alibi_slopes", "softmax_aux",
+    "dropout_seed", "dropout_offset",
+})  # fmt: skip
+
+
+def table_numbers(args: Any) -> int:
+    """The most numbers in scalar memory, with the smallest blocks that are guessed."""
+    batch, t, heads, _ = args.query.shape
+    rows = cdiv(max(t, args.key.shape[1]), _SMALL[-1][0])
+    per_row = 4 * batch if args.arrays().keys() - _NO_IDS else 8  # bounds, or bounds and bands
+    return per_row * rows + 2 * heads  # sinks and slopes
+
+
 def _guesses(args: Any, direction: str, target: Target) -> Sequence[tuple[int, ...]]:
     if direction == BACKWARD and args.sliding_window != (None, None):
         return _BACKWARD_NEAR

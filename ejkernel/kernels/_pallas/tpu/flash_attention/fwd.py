@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.kernels._pallas.tpu._blocks import pairs, softmax, tiles
+from ejkernel.kernels._pallas.tpu._blocks import logits, softmax, tiles
 from ejkernel.kernels._pallas.tpu.flash_attention import call, config
 
 
@@ -38,18 +38,18 @@ def _kernel(of: call.Call, refs: Any) -> None:
         refs.lse[...] = tiles.to_row(lse)
 
 
-def _fold(of: call.Call, refs: Any, at: call.Place, tile: pairs.Tile) -> Iterator[None]:
+def _fold(of: call.Call, refs: Any, at: call.Place, tile: logits.Tile) -> Iterator[None]:
     """Folds some keys into the state of some rows."""
     rows, lanes, rules = tile.rows, tile.lanes, of.rules
     dots = tiles.product(refs.query[rows], refs.key[lanes], transpose=True)  # [rows, lanes]
     yield
-    x, _ = pairs.logits(rules, refs, tile, dots, at.head)
-    seen = pairs.visible(rules, refs, tile)
+    x, _ = logits.logits(rules, refs, tile, dots, at.head)
+    seen = logits.visible(rules, refs, tile)
     if seen is not None:
         x = jnp.where(seen, x, -jnp.inf)
     m, l, p, alpha = softmax.update(refs.m[rows], refs.l[rows], x, of.units)
     refs.m[rows], refs.l[rows] = m, l
-    (p,) = pairs.drop(rules, refs, tile, at.batch, at.head, p)
+    (p,) = logits.drop(rules, refs, tile, at.batch, at.head, p)
     yield
     v = refs.value[lanes]
     values = tiles.product(p.astype(v.dtype), v)

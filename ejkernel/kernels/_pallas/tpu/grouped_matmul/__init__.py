@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ejkernel.kernels._pallas.tpu._blocks import capacity
 from ejkernel.kernels._pallas.tpu.grouped_matmul import bwd, config, fwd
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
@@ -15,7 +16,7 @@ def _requires(args: Any) -> str | None:
     if 0 in (*args.lhs.shape, *args.rhs.shape):
         shapes = f"{list(args.lhs.shape)} and {list(args.rhs.shape)}"
         return f"needs at least one row, column and group; got {shapes}"
-    return None
+    return capacity.smem_refusal(config.table_numbers(args))
 
 
 kernel_registry.register(

@@ -60,6 +60,12 @@ def vmem_limit(blocks: tuple[int, int, int], dtypes: tuple[Any, Any, Any]) -> in
 _GUESSES = ((512, 1024, 1024), (512, 512, 1024), (256, 1024, 1024), (512, 512, 512))
 
 
+def table_numbers(args: Any) -> int:
+    """The most numbers in scalar memory: six a step, with the fewest rows that are guessed."""
+    rows = min(block_m for block_m, _, _ in _GUESSES)
+    return 6 * (cdiv(args.lhs.shape[0], rows) + args.rhs.shape[0])
+
+
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device; at least the smallest one."""
     names = ("block_m", "block_k", "block_n")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ejkernel.kernels._pallas.tpu._blocks import capacity
 from ejkernel.kernels._pallas.tpu.linear_recurrence import bwd, config, fwd
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
@@ -20,7 +21,7 @@ def _requires(args: Any) -> str | None:
         return "needs at least one row, token and feature to launch a kernel for"
     if args.cu_seqlens is not None and args.cu_seqlens.shape[0] == 1:
         return "needs at least one sequence in `cu_seqlens`"
-    return None
+    return capacity.smem_refusal(config.table_numbers(args))
 
 
 kernel_registry.register(

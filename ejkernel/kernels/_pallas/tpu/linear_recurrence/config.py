@@ -71,6 +71,12 @@ def vmem_limit(args: Any, cfg: Config, direction: str) -> int:
 _GUESSES = ((512, 128), (256, 128), (256, 64), (128, 128), (128, 64), (64, 64))
 
 
+def table_numbers(args: Any) -> int:
+    """The most numbers in scalar memory: four a step, with the shortest that are guessed."""
+    sequences = 1 if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    return 4 * (cdiv(args.query.shape[1], _GUESSES[-1][0]) + sequences) + args.query.shape[2]
+
+
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device; at least the smallest one.
 

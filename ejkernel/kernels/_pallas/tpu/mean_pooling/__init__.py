@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ejkernel.kernels._pallas.tpu.mean_pooling import bwd, config, fwd
+from ejkernel.kernels._pallas.tpu._blocks import capacity
+from ejkernel.kernels._pallas.tpu.mean_pooling import bwd, config, fwd, layout
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
 
@@ -14,7 +15,7 @@ def _requires(args: Any) -> str | None:
         return f"needs at least one row, token and feature; got {list(args.inputs.shape)}"
     if args.cu_seqlens is not None and args.cu_seqlens.shape[0] == 1:
         return "needs at least one sequence in `cu_seqlens`"
-    return None
+    return capacity.smem_refusal(max(layout.table_numbers(args, cfg) for cfg in config.guesses()))
 
 
 kernel_registry.register(

@@ -56,14 +56,19 @@ def vmem_limit(elements: int) -> int:
 _GUESSES = ((256, 1024, 8), (512, 1024, 16), (512, 512, 8), (128, 2048, 8))
 
 
-def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
+def guesses() -> Sequence[Config]:
     names = ("block_t", "block_d", "rows")
     return tuple(Config(**dict(zip(names, guess, strict=True))) for guess in _GUESSES)
 
 
+def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
+    """All guesses: every device has room for them."""
+    return guesses()
+
+
 def heuristic(args: Any, direction: str, target: Target) -> Config:
-    """The first guess: every device has room for it."""
-    return candidates(args, direction, target)[0]
+    """The first guess."""
+    return guesses()[0]
 
 
 def testing(args: Any, direction: str) -> Config:

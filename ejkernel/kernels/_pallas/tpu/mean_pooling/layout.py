@@ -136,18 +136,33 @@ class Rows:
 _ROW, _BLOCK, _LOW, _HIGH, _FIRST, _LAST, _COUNT = range(7)
 
 
+def _run_block(args: Any, cfg: config.Config, features: Features) -> int:
+    """Tokens of a block of packed sequences."""
+    most = cfg.block_t
+    if args.chunk_size is not None:  # a longer block would be visited for each of its rows
+        most = min(most, config.whole(args.chunk_size, 8))
+    if features.heads:
+        most = min(most, features.most // features.size)
+    return min(most, config.whole(args.inputs.shape[1], 8))
+
+
+def table_numbers(args: Any, cfg: config.Config) -> int:
+    """Numbers in scalar memory."""
+    if args.cu_seqlens is None:
+        return Rows(args, cfg).count
+    t, rows = args.inputs.shape[1], args.cu_seqlens.shape[0] - 1
+    if args.chunk_size is not None:
+        rows += t // args.chunk_size
+    return 7 * (cdiv(t, _run_block(args, cfg, Features(args, cfg))) + rows)
+
+
 class Runs:
     """Pooled rows of packed sequences; the grid is (blocks of features, visits)."""
 
     def __init__(self, args: Any, cfg: config.Config, by_block: bool):
         self.args = args
         self.t, self.features = args.inputs.shape[1], Features(args, cfg)
-        most = cfg.block_t
-        if args.chunk_size is not None:  # a longer block would be visited for each of its rows
-            most = min(most, config.whole(args.chunk_size, 8))
-        if self.features.heads:
-            most = min(most, self.features.most // self.features.size)
-        self.bt = min(most, config.whole(self.t, 8))
+        self.bt = _run_block(args, cfg, self.features)
         self.padded = config.whole(self.t, self.bt)
         made = pooled_rows.make(args)
         self.count = made.count.shape[0]

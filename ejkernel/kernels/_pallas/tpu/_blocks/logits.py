@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._pallas.tpu._blocks import philox, ranges, tiles
+from ejkernel.kernels._pallas.tpu._blocks import block_ranges, philox, tiles
 
 _MOST = 2**31 - 1  # a position
 
@@ -47,7 +47,7 @@ class Tile:
     streamed: jax.Array
     shape: tuple[int, int]
     masked: bool
-    band: ranges.Band | None = None
+    band: block_ranges.Band | None = None
 
     @property
     def rows(self) -> Any:
@@ -88,7 +88,7 @@ def visible(rules: Rules, refs: Any, at: Tile) -> jax.Array | None:
     return functools.reduce(jnp.logical_and, terms) if terms else None
 
 
-def _inside(band: ranges.Band, shape: tuple[int, int]) -> list[jax.Array]:
+def _inside(band: block_ranges.Band, shape: tuple[int, int]) -> list[jax.Array]:
     """Pairs of a band, all of it known while compiling."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     gap = lanes - jax.lax.broadcasted_iota(jnp.int32, shape, 0)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._shared.products import finite, multiply, wide  # noqa: F401 (used through it)
-from ejkernel.kernels._xla._blocks import loops, philox, ranges
+from ejkernel.kernels._shared.products import wide
+from ejkernel.kernels._xla._blocks import block_ranges, loops, philox
 from ejkernel.xla_utils import positions
 
 
@@ -119,22 +119,22 @@ class Pairs:
 
         def extents(q: Any, k: Any) -> tuple[Any, Any]:
             return (
-                ranges.extent(q, self.blocks.q, valid_q),
-                ranges.extent(k, self.blocks.k, valid_k),
+                block_ranges.extent(q, self.blocks.q, valid_q),
+                block_ranges.extent(k, self.blocks.k, valid_k),
             )
 
-        seen = ranges.near(*extents(self.q_pos, self.k_pos), self.args.sliding_window)
+        seen = block_ranges.near(*extents(self.q_pos, self.k_pos), self.args.sliding_window)
         for q, k in self.ids:
-            seen = seen & ranges.overlap(*extents(q, k))
+            seen = seen & block_ranges.overlap(*extents(q, k))
         return seen
 
     def key_bounds(self, b: Any, i: Any) -> tuple[Any, Any]:
         """Blocks of keys that queries block i of batch block b may see."""
-        return ranges.bounds(self.table(b), i)
+        return block_ranges.bounds(self.table(b), i)
 
     def query_bounds(self, b: Any, j: Any) -> tuple[Any, Any]:
         """Blocks of queries that may see keys block j."""
-        return ranges.bounds(self.table(b).T, j)
+        return block_ranges.bounds(self.table(b).T, j)
 
     def table(self, b: Any) -> Any:
         seen = self.seen
