@@ -1,0 +1,279 @@
+"""Cached keys and values that a kernel copies from HBM, some at a time: of pages, or of rows.
+
+A program sees the keys of one sequence in steps. Each kind of cache says where the keys of a step
+are, copies them into one of two buffers, and gives the keys and values of one head.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels._pallas.tpu._blocks import grid, heads, tiles
+
+
+class Span(NamedTuple):
+    """Keys [low, high) of a sequence that some query of a program sees."""
+
+    sequence: Any
+    low: Any
+    high: Any
+    position: Any  # of the first query
+
+
+class AbstractKeys(abc.ABC):
+    """The keys of a call."""
+
+    step: int  # keys of one step
+
+    @abc.abstractmethod
+    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+        """Adds the arrays; `spec(width)` is the block spec of one sequence's row of an array."""
+
+    @abc.abstractmethod
+    def buffers(self) -> dict[str, Any]:
+        """Scratch buffers by name, with a semaphore for each of the two slots."""
+
+    @abc.abstractmethod
+    def count(self, at: Span) -> Any:
+        """Steps of a span."""
+
+    @abc.abstractmethod
+    def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:
+        """The position of the first key of step j, and of the first that no step before it had."""
+
+    @abc.abstractmethod
+    def copies(self, refs: Any, at: Span, j: Any, slot: Any) -> list[Any]:
+        """The copies of step j, as `grid.stream` takes them."""
+
+    @abc.abstractmethod
+    def load(
+        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a key head in a slot, [step, d] and [step, e].
+
+        Values are zero where `keep(width)` is not True: a weight of zero must not meet a nan.
+        """
+
+
+def _kept(x: jax.Array, dtype: Any, keep: Any | None) -> jax.Array:
+    """Values in the dtype of products; registers select 32 bits."""
+    if keep is not None:
+        x = jnp.where(keep(x.shape[1]), x.astype(jnp.float32), 0.0)
+    return _cast(x, dtype)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+@dataclasses.dataclass
+class _PageCopies:
+    """The copies of a step; `make(u)` are those of its page u."""
+
+    make: Callable[[Any], list[Any]]
+    count: Any  # of pages
+    most: int
+
+    def start(self) -> None:
+        self._each(lambda copy: copy.start())
+
+    def wait(self) -> None:
+        self._each(lambda copy: copy.wait())
+
+    def _each(self, run: Callable[[Any], None]) -> None:
+        def page(u: Any, carry: Any) -> Any:
+            for copy in self.make(u):
+                run(copy)
+            return carry
+
+        @pl.when(self.count == self.most)
+        def _() -> None:
+            for u in range(self.most):
+                page(jnp.int32(u), None)
+
+        @pl.when(self.count < self.most)
+        def _() -> None:
+            jax.lax.fori_loop(jnp.int32(0), self.count, page, jnp.int32(0))
+
+
+class AbstractPages(AbstractKeys):
+    """Pages that a table lists, a row for each sequence."""
+
+    def __init__(self, tables: jax.Array, num_pages: int, size: int, per_step: int):
+        self.tables, self.num_pages, self.size, self.per_step = tables, num_pages, size, per_step
+        self.step = size * per_step
+
+    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+        # a row at a time, in scalar memory: all of them need not fit there
+        operands.add("pages", self.tables[:, None], spec(self.tables.shape[1]))
+
+    def count(self, at: Span) -> Any:
+        pages = self._end(at) - self._start(at)
+        return jnp.maximum(jax.lax.div(pages + (self.per_step - 1), jnp.int32(self.per_step)), 0)
+
+    def _start(self, at: Span) -> Any:
+        return jax.lax.div(at.low, jnp.int32(self.size))
+
+    def _end(self, at: Span) -> Any:
+        return jax.lax.div(at.high + (self.size - 1), jnp.int32(self.size))
+
+    def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:
+        first = (self._start(at) + j * self.per_step) * self.size
+        return first, first
+
+    def copies(self, refs: Any, at: Span, j: Any, slot: Any) -> list[Any]:
+        page = self._start(at) + j * self.per_step
+
+        def make(u: Any) -> list[Any]:
+            # an id that names no page gives the nearest one
+            index = jnp.clip(refs.pages[0, page + u], 0, self.num_pages - 1)
+            return [
+                pltpu.make_async_copy(source, target, refs.arrived.at[slot])
+                for source, target in self.pieces(refs, index, slot, u)
+            ]
+
+        count = jnp.minimum(self._end(at) - page, self.per_step)
+        return [_PageCopies(make, count, self.per_step)]
+
+    @abc.abstractmethod
+    def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
+        """From where to where page u of a step is copied."""
+
+
+class InterleavedPages(AbstractPages):
+    """Pages [p, w, 2 g, d] with keys at even and values at odd heads."""
+
+    def __init__(self, pages: jax.Array, tables: jax.Array, per_step: int):
+        num, size, double, width = pages.shape
+        super().__init__(tables, num, size, per_step)
+        self.array, self.heads = pages, heads.Heads(double, width, pages.dtype)
+
+    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+        super().add(operands, spec)
+        operands.add_whole("kv_pages", self.array)
+
+    def buffers(self) -> dict[str, Any]:
+        shape = self.heads.buffer(self.per_step, self.size)
+        return {
+            "two_steps": pltpu.VMEM((2, *shape), self.array.dtype),
+            "arrived": pltpu.SemaphoreType.DMA((2,)),
+        }
+
+    def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
+        # the axes of a buffer are slots, parts, pages, tokens, heads, lanes
+        return self.heads.pieces(refs.kv_pages.at[page], refs.two_steps.at[slot], u)
+
+    def load(
+        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
+    ) -> tuple[jax.Array, jax.Array]:
+        k, v = self.heads.load(refs.two_steps.at[slot], 2 * g, 2 * g + 1)
+        return _cast(k, dtype), _kept(v, dtype, keep)
+
+
+class HeadPages(AbstractPages):
+    """Pages [p, g, w, d] of keys and [p, g, w, e] of values."""
+
+    def __init__(self, key: jax.Array, value: jax.Array, tables: jax.Array, per_step: int):
+        num, self.groups, size, _ = key.shape
+        super().__init__(tables, num, size, per_step)
+        self.arrays = {"key": key, "value": value}
+
+    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+        super().add(operands, spec)
+        for name, array in self.arrays.items():
+            operands.add_whole(f"{name}_pages", array)
+
+    def buffers(self) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            f"two_{name}": pltpu.VMEM((2, self.per_step, *array.shape[1:]), array.dtype)
+            for name, array in self.arrays.items()
+        }
+        return made | {"arrived": pltpu.SemaphoreType.DMA((2,))}
+
+    def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
+        return [
+            (refs.key_pages.at[page], refs.two_key.at[slot, u]),
+            (refs.value_pages.at[page], refs.two_value.at[slot, u]),
+        ]
+
+    def load(
+        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
+    ) -> tuple[jax.Array, jax.Array]:
+        k, v = (
+            _cast(ref[slot, :, g], dtype).reshape(self.step, ref.shape[-1])
+            for ref in (refs.two_key, refs.two_value)
+        )
+        return k, _kept(v, dtype, keep)
+
+
+class Rows(AbstractKeys):
+    """Keys [b, s, g, d] and values [b, s, g, e]; the last step ends with them."""
+
+    def __init__(self, key: jax.Array, value: jax.Array, step: int):
+        _, self.length, groups, _ = key.shape
+        self.step = min(step, self.length)
+        self.arrays = {"key": key, "value": value}
+        self.heads = {
+            name: heads.Heads(groups, x.shape[-1], x.dtype) for name, x in self.arrays.items()
+        }
+
+    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+        for name, array in self.arrays.items():
+            operands.add_whole(f"{name}_rows", array)
+
+    def buffers(self) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            f"two_{name}": pltpu.VMEM(
+                (2, *of.buffer(self.step)), self.arrays[name].dtype
+            )
+            for name, of in self.heads.items()
+        }
+        return made | {"arrived": pltpu.SemaphoreType.DMA((2,))}
+
+    def _start(self, at: Span, j: Any) -> Any:
+        return at.low + j * self.step
+
+    def count(self, at: Span) -> Any:
+        keys = at.high - at.low
+        return jnp.maximum(jax.lax.div(keys + (self.step - 1), jnp.int32(self.step)), 0)
+
+    def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:
+        fresh = self._start(at, j)
+        return jnp.minimum(fresh, self.length - self.step), fresh
+
+    def copies(self, refs: Any, at: Span, j: Any, slot: Any) -> list[Any]:
+        first, _ = self.bounds(at, j)
+        made = []
+        for name, of in self.heads.items():
+            source = getattr(refs, f"{name}_rows").at[at.sequence, pl.ds(first, self.step)]
+            target = getattr(refs, f"two_{name}").at[slot]
+            made += [
+                pltpu.make_async_copy(a, b, refs.arrived.at[slot])
+                for a, b in of.pieces(source, target)
+            ]
+        return made
+
+    def load(
+        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
+    ) -> tuple[jax.Array, jax.Array]:
+        [k] = self.heads["key"].load(refs.two_key.at[slot], g)
+        [v] = self.heads["value"].load(refs.two_value.at[slot], g)
+        return _cast(k, dtype), _kept(v, dtype, keep)
+
+
+def pages_of_step(block_k: int, size: int, blocks: int) -> int:
+    """Pages of about `block_k` keys: at most 128 keys, or a multiple of 128."""
+    most = max(min(block_k // size, blocks), 1)
+    if most * size <= tiles.LANES:
+        return most
+    whole = tiles.LANES // math.gcd(size, tiles.LANES)  # so many pages are a multiple of 128 keys
+    if most >= whole:
+        return most - most % whole
+    return max(tiles.LANES // size, 1)

@@ -1,0 +1,22 @@
+"""Attention over pages on TPUs: every option, in bfloat16 and float32."""
+
+from typing import Any
+
+from ejkernel.kernels._pallas.tpu._blocks import capacity
+from ejkernel.kernels._pallas.tpu.page_attention import config, fwd
+from ejkernel.kernels._registry import Backend, Platform, kernel_registry
+
+
+def _requires(args: Any) -> str | None:
+    return capacity.cached(args.query, args.key_cache, args.value_cache.shape[-1]) or (
+        capacity.pages(args.block_tables, args.key_cache.shape[2])
+    )
+
+
+kernel_registry.register(
+    "page_attention",
+    Platform.PALLAS,
+    Backend.TPU,
+    config=config,
+    requires=_requires,
+)(fwd.forward)
