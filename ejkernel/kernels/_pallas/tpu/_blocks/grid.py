@@ -52,6 +52,7 @@ class Operands:
         grid: tuple[int, ...],
         sequential: int,
         vmem_limit: int | None = None,
+        aliases: dict[str, str] | None = None,
     ) -> list[jax.Array]:
         """Results of `body(refs)`.
 
@@ -64,6 +65,7 @@ class Operands:
           grid: Sizes of the grid.
           sequential: How many of its last axes must run in order.
           vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
+          aliases: Results that share the memory of an operand: its name, by theirs.
         """
         names = [*self._names, *out, *scratch]
 
@@ -85,6 +87,11 @@ class Operands:
             name=name,
             sequential=sequential,
             vmem_limit=vmem_limit,
+            # the table is the first array
+            aliases={
+                1 + self._names.index(operand): list(out).index(result)
+                for result, operand in (aliases or {}).items()
+            },
         )
         return call(table.reshape(-1), *self._arrays)
 
