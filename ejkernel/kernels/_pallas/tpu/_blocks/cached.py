@@ -18,6 +18,7 @@ from ejkernel.kernels._pallas.tpu._blocks import grid, keys, softmax, tiles
 
 OPTIONAL = ("slopes", "slope", "sinks", "k_scale", "v_scale", "lse")
 _SUBLANES = 8
+_TOGETHER = 64  # rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Rules:
     cap: float | None
     left: int | None
     units: float  # times logits are bits
+
+    @property
+    def together(self) -> int:
+        """Key heads whose work overlaps: enough to fill units, few enough for the registers."""
+        most = max(_TOGETHER // self.rows, 1)
+        return max(n for n in range(1, most + 1) if self.groups % n == 0)
 
     @property
     def rows(self) -> int:
@@ -102,7 +109,19 @@ def attend(of: Rules, refs: Any, cache: keys.AbstractKeys, at: keys.Span) -> Non
 
         def run(masked: bool) -> None:
             made = dataclasses.replace(tile, masked=masked)
-            grid.overlap([_fold(of, refs, cache, slot, g, made) for g in range(of.groups)])
+
+            def some(i: Any, carry: Any) -> Any:
+                heads = (i * of.together + g for g in range(of.together))
+                grid.overlap([_fold(of, refs, cache, slot, g, made) for g in heads])
+                return carry
+
+            if of.together == of.groups:
+                some(0, None)
+            else:
+                count = of.groups // of.together
+                jax.lax.fori_loop(jnp.int32(0), jnp.int32(count), some, jnp.int32(0))
+
+        cache.part(refs, slot)
 
         pl.when(whole)(lambda: run(False))
         pl.when(jnp.logical_not(whole))(lambda: run(True))
@@ -171,10 +190,10 @@ def _by_row(of: Rules, numbers: Any, g: int) -> jax.Array:
 
 
 def _fold(
-    of: Rules, refs: Any, cache: keys.AbstractKeys, slot: Any, g: int, tile: _Tile
+    of: Rules, refs: Any, cache: keys.AbstractKeys, slot: Any, g: Any, tile: _Tile
 ) -> Iterator[None]:
     """Folds the keys of a step into the rows of one key head."""
-    k, v = cache.load(refs, slot, g, of.dtype, tile.keep if tile.masked else None)
+    k, v = cache.load(refs, slot, g)
     dots = tiles.product(refs.query[g], k, transpose=True)  # [rows, step]
     yield
     x = _logits(of, refs, dots, g, tile)
@@ -183,11 +202,13 @@ def _fold(
     m, l, p, alpha = softmax.update(refs.m[g], refs.l[g], x, of.units)
     refs.m[g], refs.l[g] = m, l
     yield
+    if tile.masked:  # a weight of zero must not meet a nan; registers select 32 bits
+        v = jnp.where(tile.keep(of.e), v.astype(jnp.float32), 0.0).astype(v.dtype)
     values = tiles.product(p.astype(v.dtype), v)  # [rows, e]
     refs.acc[g] = refs.acc[g] * tiles.wide(alpha, of.e) + values
 
 
-def _logits(of: Rules, refs: Any, dots: jax.Array, g: int, tile: _Tile) -> jax.Array:
+def _logits(of: Rules, refs: Any, dots: jax.Array, g: Any, tile: _Tile) -> jax.Array:
     x = dots if of.scale is None else dots * of.scale
     if refs.k_scale is not None:
         x = x * refs.k_scale[g]

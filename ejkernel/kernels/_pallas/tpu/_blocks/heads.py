@@ -175,7 +175,5 @@ def _joined(parts: list[jax.Array], dtype: Any) -> jax.Array:
     """Words of float32 or of two parts in bfloat16."""
     if jnp.dtype(dtype).itemsize == 4:
         return parts[0]
-    low, high = (
-        pltpu.bitcast(x.astype(dtype).astype(jnp.float32), jnp.uint32) for x in parts
-    )
+    low, high = (pltpu.bitcast(x.astype(dtype).astype(jnp.float32), jnp.uint32) for x in parts)
     return (low >> 16) | high

@@ -1,7 +1,8 @@
 """Cached keys and values that a kernel copies from HBM, some at a time: of pages, or of rows.
 
 A program sees the keys of one sequence in steps. Each kind of cache says where the keys of a step
-are, copies them into one of two buffers, and gives the keys and values of one head.
+are, copies them into one of two buffers, and gives the keys and values of one head. Heads that lie
+side by side are parted first, a copy in VMEM, so that a loop over heads need not be unrolled.
 """
 
 import abc
@@ -53,24 +54,56 @@ class AbstractKeys(abc.ABC):
         """The copies of step j, as `grid.stream` takes them."""
 
     @abc.abstractmethod
-    def load(
-        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a key head in a slot, [step, d] and [step, e].
+    def part(self, refs: Any, slot: Any) -> None:
+        """Parts the heads of a slot, once it is full."""
 
-        Values are zero where `keep(width)` is not True: a weight of zero must not meet a nan.
-        """
-
-
-def _kept(x: jax.Array, dtype: Any, keep: Any | None) -> jax.Array:
-    """Values in the dtype of products; registers select 32 bits."""
-    if keep is not None:
-        x = jnp.where(keep(x.shape[1]), x.astype(jnp.float32), 0.0)
-    return _cast(x, dtype)
+    @abc.abstractmethod
+    def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a key head, [step, d] and [step, e], in the dtype of queries."""
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+def _part(
+    names: dict[str, tuple[int, int]], of: heads.Heads, buffer: Any, refs: Any, unit: int
+) -> None:
+    """Writes heads of a buffer into buffers of their own, about 128 tokens at a time.
+
+    Args:
+      names: For each buffer to write, [g, tokens, width], its first head and the distance of two.
+      of: The heads of the buffer.
+      buffer: [parts, n, ..., heads, lanes].
+      refs: Has the buffers to write.
+      unit: Tokens of each of the n.
+    """
+    count = buffer.shape[1]
+    chunk = max(tiles.LANES // unit, 1)
+    if count % chunk or (chunk * unit) % 32:  # rows of 8 bits fill registers by 32
+        chunk = count
+    tokens = chunk * unit
+
+    def some(c: Any, carry: Any) -> Any:
+        here = buffer.at[:, pl.ds(pl.multiple_of(c * chunk, chunk), chunk)]
+        rows = pl.ds(pl.multiple_of(c * tokens, tokens), tokens)
+        order = {
+            first + g * every: (name, g)
+            for name, (first, every) in names.items()
+            for g in range(getattr(refs, name).shape[0])
+        }
+        for first in range(0, of.num, of.packing):
+            own = [head for head in range(first, first + of.packing) if head in order]
+            for head, x in zip(own, of.load(here, *own), strict=True):
+                name, g = order[head]
+                target = getattr(refs, name)
+                target[g, rows] = x.astype(target.dtype)
+        return carry
+
+    if count == chunk:
+        some(0, None)
+    else:
+        jax.lax.fori_loop(jnp.int32(0), jnp.int32(count // chunk), some, jnp.int32(0))
 
 
 @dataclasses.dataclass
@@ -150,10 +183,11 @@ class AbstractPages(AbstractKeys):
 class InterleavedPages(AbstractPages):
     """Pages [p, w, 2 g, d] with keys at even and values at odd heads."""
 
-    def __init__(self, pages: jax.Array, tables: jax.Array, per_step: int):
+    def __init__(self, pages: jax.Array, tables: jax.Array, per_step: int, dtype: Any):
         num, size, double, width = pages.shape
         super().__init__(tables, num, size, per_step)
-        self.array, self.heads = pages, heads.Heads(double, width, pages.dtype)
+        self.array, self.dtype = pages, dtype
+        self.heads = heads.Heads(double, width, pages.dtype)
 
     def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
         super().add(operands, spec)
@@ -161,7 +195,10 @@ class InterleavedPages(AbstractPages):
 
     def buffers(self) -> dict[str, Any]:
         shape = self.heads.buffer(self.per_step, self.size)
+        parted = pltpu.VMEM((self.heads.num // 2, self.step, self.heads.width), self.dtype)
         return {
+            "key": parted,
+            "value": parted,
             "two_steps": pltpu.VMEM((2, *shape), self.array.dtype),
             "arrived": pltpu.SemaphoreType.DMA((2,)),
         }
@@ -170,20 +207,23 @@ class InterleavedPages(AbstractPages):
         # the axes of a buffer are slots, parts, pages, tokens, heads, lanes
         return self.heads.pieces(refs.kv_pages.at[page], refs.two_steps.at[slot], u)
 
-    def load(
-        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
-    ) -> tuple[jax.Array, jax.Array]:
-        k, v = self.heads.load(refs.two_steps.at[slot], 2 * g, 2 * g + 1)
-        return _cast(k, dtype), _kept(v, dtype, keep)
+    def part(self, refs: Any, slot: Any) -> None:
+        names = {"key": (0, 2), "value": (1, 2)}
+        _part(names, self.heads, refs.two_steps.at[slot], refs, self.size)
+
+    def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
+        return refs.key[g], refs.value[g]
 
 
 class HeadPages(AbstractPages):
     """Pages [p, g, w, d] of keys and [p, g, w, e] of values."""
 
-    def __init__(self, key: jax.Array, value: jax.Array, tables: jax.Array, per_step: int):
-        num, self.groups, size, _ = key.shape
+    def __init__(
+        self, key: jax.Array, value: jax.Array, tables: jax.Array, per_step: int, dtype: Any
+    ):
+        num, _, size, _ = key.shape
         super().__init__(tables, num, size, per_step)
-        self.arrays = {"key": key, "value": value}
+        self.arrays, self.dtype = {"key": key, "value": value}, dtype
 
     def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
         super().add(operands, spec)
@@ -203,23 +243,24 @@ class HeadPages(AbstractPages):
             (refs.value_pages.at[page], refs.two_value.at[slot, u]),
         ]
 
-    def load(
-        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def part(self, refs: Any, slot: Any) -> None:
+        pass
+
+    def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
         k, v = (
-            _cast(ref[slot, :, g], dtype).reshape(self.step, ref.shape[-1])
+            _cast(ref[slot, :, g], self.dtype).reshape(self.step, ref.shape[-1])
             for ref in (refs.two_key, refs.two_value)
         )
-        return k, _kept(v, dtype, keep)
+        return k, v
 
 
 class Rows(AbstractKeys):
     """Keys [b, s, g, d] and values [b, s, g, e]; the last step ends with them."""
 
-    def __init__(self, key: jax.Array, value: jax.Array, step: int):
+    def __init__(self, key: jax.Array, value: jax.Array, step: int, dtype: Any):
         _, self.length, groups, _ = key.shape
         self.step = min(step, self.length)
-        self.arrays = {"key": key, "value": value}
+        self.arrays, self.dtype = {"key": key, "value": value}, dtype
         self.heads = {
             name: heads.Heads(groups, x.shape[-1], x.dtype) for name, x in self.arrays.items()
         }
@@ -229,13 +270,11 @@ class Rows(AbstractKeys):
             operands.add_whole(f"{name}_rows", array)
 
     def buffers(self) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            f"two_{name}": pltpu.VMEM(
-                (2, *of.buffer(self.step)), self.arrays[name].dtype
-            )
-            for name, of in self.heads.items()
-        }
-        return made | {"arrived": pltpu.SemaphoreType.DMA((2,))}
+        made: dict[str, Any] = {"arrived": pltpu.SemaphoreType.DMA((2,))}
+        for name, of in self.heads.items():
+            made[name] = pltpu.VMEM((of.num, self.step, of.width), self.dtype)
+            made[f"two_{name}"] = pltpu.VMEM((2, *of.buffer(self.step)), of.dtype)
+        return made
 
     def _start(self, at: Span, j: Any) -> Any:
         return at.low + j * self.step
@@ -260,12 +299,12 @@ class Rows(AbstractKeys):
             ]
         return made
 
-    def load(
-        self, refs: Any, slot: Any, g: int, dtype: Any, keep: Any | None
-    ) -> tuple[jax.Array, jax.Array]:
-        [k] = self.heads["key"].load(refs.two_key.at[slot], g)
-        [v] = self.heads["value"].load(refs.two_value.at[slot], g)
-        return _cast(k, dtype), _kept(v, dtype, keep)
+    def part(self, refs: Any, slot: Any) -> None:
+        for name, of in self.heads.items():
+            _part({name: (0, 1)}, of, getattr(refs, f"two_{name}").at[slot], refs, 1)
+
+    def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
+        return refs.key[g], refs.value[g]
 
 
 def pages_of_step(block_k: int, size: int, blocks: int) -> int:

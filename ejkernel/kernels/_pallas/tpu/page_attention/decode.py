@@ -83,9 +83,7 @@ def _kernel(of: cached.Rules, cache: keys.AbstractKeys, refs: Any) -> None:
             refs.lse[g] = lse.T[:1]
 
 
-def empty(
-    args: Any, query: jax.Array, width: int
-) -> tuple[jax.Array, jax.Array]:
+def empty(args: Any, query: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """Output and lse without a key or a query: sinks alone make the logsumexp."""
     tokens, num_heads, _ = query.shape
     lse = jnp.full(num_heads, -jnp.inf, jnp.float32)

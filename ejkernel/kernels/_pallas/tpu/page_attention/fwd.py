@@ -18,7 +18,9 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         out, lse = decode.empty(args, args.query, e)
     else:
         per_step = keys.pages_of_step(cfg.block_k, size, blocks)
-        cache = keys.HeadPages(args.key_cache, args.value_cache, args.block_tables, per_step)
+        cache = keys.HeadPages(
+            args.key_cache, args.value_cache, args.block_tables, per_step, args.query.dtype
+        )
         high = jnp.clip(args.context_lens, 0, blocks * size)
         low = jnp.zeros_like(high)
         if (left := args.sliding_window[0]) is not None:

@@ -128,7 +128,8 @@ def _move(
     """Copies `count` tokens between an array and a buffer: a piece for each bit of the count."""
 
     def each(run: Any) -> None:
-        for bit in range(size.bit_length()):
+        # no count has a bit beyond the tokens that there are
+        for bit in range(min(size, array.shape[0]).bit_length()):
             length = 1 << bit
 
             @pl.when((count & length) != 0)
@@ -155,9 +156,7 @@ def _scatter(of: cached.Rules, layout: dict[str, heads.Heads], refs: Any) -> Non
     """Tokens from tiles of rows."""
     for g in range(of.groups):
         refs.acc[g], refs.m[g] = cached.finish(of, refs, g)
-    rows = lambda ref, head: ref[
-        head // of.group, pl.ds(head % of.group * of.tokens, of.tokens)
-    ]
+    rows = lambda ref, head: ref[head // of.group, pl.ds(head % of.group * of.tokens, of.tokens)]
     for name, buffer, ref in (("queries", refs.tokens, refs.acc), ("lse", refs.token_lse, refs.m)):
         if buffer is None:
             continue
