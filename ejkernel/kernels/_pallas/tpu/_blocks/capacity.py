@@ -19,6 +19,7 @@ _MOST_WIDTH = 256
 _FLOATS = ("bfloat16", "float32")
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 _LANES = 128
+_ROWS = 8
 # Numbers of 4 bytes in scalar memory, which has 1 MiB on a v5e: rows of a table are there twice,
 # one in use and one under way, beside the numbers of all sequences.
 _MOST_BLOCKS = 1 << 15
@@ -34,6 +35,30 @@ def cached(query: Any, cache: Any, value_width: int) -> str | None:
     d = query.shape[-1]
     if not (1 <= d <= _MOST_WIDTH and 1 <= value_width <= _MOST_WIDTH):
         return f"needs head sizes from 1 to {_MOST_WIDTH}; got {d} and {value_width}"
+    return None
+
+
+def layout(*widths: int) -> str | None:
+    """Why XLA would copy a cache of these head sizes for a kernel.
+
+    It keeps arrays whose last axis does not fill registers with another axis innermost.
+    """
+    if any(width % _LANES for width in widths):
+        return (
+            f"needs head sizes that are multiples of {_LANES}, since XLA keeps other caches in an "
+            f"order that would have to be copied; got {' and '.join(map(str, widths))}. Pad them "
+            "with zeros and give `softmax_scale`"
+        )
+    return None
+
+
+def page_rows(size: int) -> str | None:
+    """Why XLA would copy pages [..., size, width] for a kernel."""
+    if size % _ROWS:
+        return (
+            f"needs pages of a multiple of {_ROWS} keys, since XLA keeps others in an order that "
+            f"would have to be copied; got {size}"
+        )
     return None
 
 

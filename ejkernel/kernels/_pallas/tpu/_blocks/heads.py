@@ -42,11 +42,18 @@ class Heads:
         return self.num // self.packing
 
     @property
+    def dense(self) -> bool:
+        """Whether the words of a token lie behind each other without padding.
+
+        XLA then keeps an array [..., tokens, num, width] in this order, if the width is a multiple
+        of 128, and else as [..., num, tokens, width].
+        """
+        return self.num % self.packing == 0 and (self.num % 8 == 0 or self.num in (2, 4))
+
+    @property
     def strided(self) -> bool:
-        """Whether the words of a token lie behind each other without padding."""
-        dense = self.words in (1, 2, 4) or self.words % 8 == 0
         whole = self.width <= tiles.LANES or self.width % tiles.LANES == 0
-        return self.num % self.packing == 0 and self.words > 0 and dense and whole
+        return self.dense and whole
 
     @property
     def parts(self) -> int:

@@ -180,7 +180,7 @@ class AbstractPages(AbstractKeys):
         """From where to where page u of a step is copied."""
 
 
-class InterleavedPages(AbstractPages):
+class TokenPages(AbstractPages):
     """Pages [p, w, 2 g, d] with keys at even and values at odd heads."""
 
     def __init__(self, pages: jax.Array, tables: jax.Array, per_step: int, dtype: Any):
@@ -216,14 +216,23 @@ class InterleavedPages(AbstractPages):
 
 
 class HeadPages(AbstractPages):
-    """Pages [p, g, w, d] of keys and [p, g, w, e] of values."""
+    """Pages whose heads are apart: of keys [p, g, w, d] and of values [p, g, w, e].
+
+    Without values, one array [p, 2 g, w, d] has keys at even and values at odd heads.
+    """
 
     def __init__(
-        self, key: jax.Array, value: jax.Array, tables: jax.Array, per_step: int, dtype: Any
+        self,
+        key: jax.Array,
+        value: jax.Array | None,
+        tables: jax.Array,
+        per_step: int,
+        dtype: Any,
     ):
         num, _, size, _ = key.shape
         super().__init__(tables, num, size, per_step)
-        self.arrays, self.dtype = {"key": key, "value": value}, dtype
+        self.arrays = {"key": key} if value is None else {"key": key, "value": value}
+        self.dtype = dtype
 
     def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
         super().add(operands, spec)
@@ -239,19 +248,27 @@ class HeadPages(AbstractPages):
 
     def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
         return [
-            (refs.key_pages.at[page], refs.two_key.at[slot, u]),
-            (refs.value_pages.at[page], refs.two_value.at[slot, u]),
+            (getattr(refs, f"{name}_pages").at[page], getattr(refs, f"two_{name}").at[slot, u])
+            for name in self.arrays
         ]
 
     def part(self, refs: Any, slot: Any) -> None:
         pass
 
     def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
-        k, v = (
-            _cast(ref[slot, :, g], self.dtype).reshape(self.step, ref.shape[-1])
-            for ref in (refs.two_key, refs.two_value)
-        )
-        return k, v
+        if len(self.arrays) == 2:
+            k, v = refs.two_key[slot, :, g], refs.two_value[slot, :, g]
+        else:
+            k, v = refs.two_key[slot, :, 2 * g], refs.two_key[slot, :, 2 * g + 1]
+        rows = lambda x: _cast(x, self.dtype).reshape(self.step, x.shape[-1])
+        return rows(k), rows(v)
+
+
+def interleaved(pages: jax.Array, tables: jax.Array, per_step: int, dtype: Any) -> AbstractPages:
+    """Pages [p, w, 2 g, d] with keys at even and values at odd heads, in the order XLA keeps."""
+    if heads.Heads(*pages.shape[2:], pages.dtype).dense:
+        return TokenPages(pages, tables, per_step, dtype)
+    return HeadPages(pages.swapaxes(1, 2), None, tables, per_step, dtype)
 
 
 class Rows(AbstractKeys):
@@ -259,11 +276,15 @@ class Rows(AbstractKeys):
 
     def __init__(self, key: jax.Array, value: jax.Array, step: int, dtype: Any):
         _, self.length, groups, _ = key.shape
-        self.step = min(step, self.length)
-        self.arrays, self.dtype = {"key": key, "value": value}, dtype
+        self.step, self.dtype = min(step, self.length), dtype
         self.heads = {
-            name: heads.Heads(groups, x.shape[-1], x.dtype) for name, x in self.arrays.items()
+            name: heads.Heads(groups, x.shape[-1], x.dtype)
+            for name, x in (("key", key), ("value", value))
         }
+        self.dense = all(of.dense for of in self.heads.values())
+        self.arrays = {"key": key, "value": value}
+        if not self.dense:  # the order that XLA keeps
+            self.arrays = {name: x.swapaxes(1, 2) for name, x in self.arrays.items()}
 
     def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
         for name, array in self.arrays.items():
@@ -272,39 +293,46 @@ class Rows(AbstractKeys):
     def buffers(self) -> dict[str, Any]:
         made: dict[str, Any] = {"arrived": pltpu.SemaphoreType.DMA((2,))}
         for name, of in self.heads.items():
-            made[name] = pltpu.VMEM((of.num, self.step, of.width), self.dtype)
-            made[f"two_{name}"] = pltpu.VMEM((2, *of.buffer(self.step)), of.dtype)
+            shape = (of.num, self.step, of.width)
+            if self.dense:
+                made[name] = pltpu.VMEM(shape, self.dtype)
+                shape = of.buffer(self.step)
+            made[f"two_{name}"] = pltpu.VMEM((2, *shape), of.dtype)
         return made
 
-    def _start(self, at: Span, j: Any) -> Any:
-        return at.low + j * self.step
+    def _start(self, at: Span) -> Any:
+        return jax.lax.div(at.low, jnp.int32(self.step))
 
     def count(self, at: Span) -> Any:
-        keys = at.high - at.low
-        return jnp.maximum(jax.lax.div(keys + (self.step - 1), jnp.int32(self.step)), 0)
+        end = jax.lax.div(at.high + (self.step - 1), jnp.int32(self.step))
+        return jnp.where(at.high > at.low, end - self._start(at), 0)
 
     def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:
-        fresh = self._start(at, j)
+        fresh = (self._start(at) + j) * self.step
         return jnp.minimum(fresh, self.length - self.step), fresh
 
     def copies(self, refs: Any, at: Span, j: Any, slot: Any) -> list[Any]:
         first, _ = self.bounds(at, j)
-        made = []
+        first = pl.multiple_of(first, math.gcd(self.length, self.step))
+        tokens, made = pl.ds(first, self.step), []
         for name, of in self.heads.items():
-            source = getattr(refs, f"{name}_rows").at[at.sequence, pl.ds(first, self.step)]
+            source = getattr(refs, f"{name}_rows").at[at.sequence]
             target = getattr(refs, f"two_{name}").at[slot]
-            made += [
-                pltpu.make_async_copy(a, b, refs.arrived.at[slot])
-                for a, b in of.pieces(source, target)
-            ]
+            pieces = [(source.at[:, tokens], target)]
+            if self.dense:
+                pieces = of.pieces(source.at[tokens], target)
+            made += [pltpu.make_async_copy(a, b, refs.arrived.at[slot]) for a, b in pieces]
         return made
 
     def part(self, refs: Any, slot: Any) -> None:
-        for name, of in self.heads.items():
-            _part({name: (0, 1)}, of, getattr(refs, f"two_{name}").at[slot], refs, 1)
+        if self.dense:
+            for name, of in self.heads.items():
+                _part({name: (0, 1)}, of, getattr(refs, f"two_{name}").at[slot], refs, 1)
 
     def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
-        return refs.key[g], refs.value[g]
+        if self.dense:
+            return refs.key[g], refs.value[g]
+        return _cast(refs.two_key[slot, g], self.dtype), _cast(refs.two_value[slot, g], self.dtype)
 
 
 def pages_of_step(block_k: int, size: int, blocks: int) -> int:

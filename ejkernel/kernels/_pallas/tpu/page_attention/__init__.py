@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ejkernel._device import Target
 from ejkernel.kernels._pallas.tpu._blocks import capacity
 from ejkernel.kernels._pallas.tpu.page_attention import config, fwd
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
@@ -13,10 +14,17 @@ def _requires(args: Any) -> str | None:
     )
 
 
+def _device_requires(args: Any, target: Target) -> str | None:
+    return capacity.page_rows(args.key_cache.shape[2]) or capacity.layout(
+        args.key_cache.shape[-1], args.value_cache.shape[-1]
+    )
+
+
 kernel_registry.register(
     "page_attention",
     Platform.PALLAS,
     Backend.TPU,
     config=config,
     requires=_requires,
+    device_requires=_device_requires,
 )(fwd.forward)

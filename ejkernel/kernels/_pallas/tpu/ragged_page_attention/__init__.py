@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ejkernel.kernels._pallas.tpu._blocks import capacity
+from ejkernel._device import Target
+from ejkernel.kernels._pallas.tpu._blocks import capacity, heads
 from ejkernel.kernels._pallas.tpu.ragged_page_attention import config, fwd
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
@@ -18,10 +19,17 @@ def _requires(args: Any) -> str | None:
     )
 
 
+def _device_requires(args: Any, target: Target) -> str | None:
+    _, size, double, d = args.kv_pages.shape
+    dense = heads.Heads(double, d, args.kv_pages.dtype).dense
+    return (None if dense else capacity.page_rows(size)) or capacity.layout(d)
+
+
 kernel_registry.register(
     "ragged_page_attention",
     Platform.PALLAS,
     Backend.TPU,
     config=config,
     requires=_requires,
+    device_requires=_device_requires,
 )(fwd.forward)

@@ -54,7 +54,7 @@ def _sequences(args: Any) -> _Sequences:
 
 def _attend(args: Any, cfg: config.Config) -> tuple[jax.Array, ...]:
     of, steps = _sequences(args), config.pages_of_steps(args, cfg)
-    make = lambda n: keys.InterleavedPages(args.kv_pages, args.block_tables, n, args.queries.dtype)
+    make = lambda n: keys.interleaved(args.kv_pages, args.block_tables, n, args.queries.dtype)
     pages = [make(n) for n in steps]
     made = _decode(args, of, pages[0], config.decode_vmem_limit(args, cfg))
     if args.queries.shape[0] == 1:
