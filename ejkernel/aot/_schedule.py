@@ -63,8 +63,9 @@ def read(
     loops, skips = _spans(labels, texts)
     grid, pipelined = _grid_loop(loops, grid_steps)
     branches = _branches(loops, skips, pipelined)
-    exact = _fill("loop", [loop for loop in loops if loop.trips is None], control)
-    exact &= _fill("branch", branches, control)
+    counted = [loop for loop in loops if loop.trips is None]
+    exact = _fill("loop", counted, control)
+    exact &= _fill("branch", branches, control) or _fill_between(counted, branches, control)
     weights = [1.0] * len(texts)
     for span in (*loops, *branches):
         for i in range(span.start, span.end):
@@ -161,6 +162,38 @@ def _fill(kind: str, spans: list[_Span], control: Sequence[Control] | None) -> b
                 span.trips = mean
             return True
     return False
+
+
+def _fill_between(
+    loops: list[_Span], branches: list[_Span], control: Sequence[Control] | None
+) -> bool:
+    """Gives branches their means, loop by loop: those between two loops' starts correspond.
+
+    Where the schedule has fewer, the missing ones are always or never entered. False where it
+    matters which ones these are.
+    """
+    means: list[list[float]] = [[]]
+    for one in control or ():
+        if one.kind == "loop":
+            means.append([])
+        else:
+            means[-1].append(one.mean)
+    spans: list[list[_Span]] = [[] for _ in range(len(loops) + 1)]
+    for span in sorted(branches, key=lambda span: (span.start, -span.end)):
+        spans[sum(loop.start <= span.start for loop in loops)].append(span)
+    if len(means) != len(spans):
+        return False
+    for some, known in zip(spans, means, strict=True):
+        certain = [mean for mean in known if mean in (0.0, 1.0)]
+        missing = len(known) - len(some)
+        if not 0 <= missing <= len(certain) or (missing and len(set(certain)) > 1):
+            return False
+        left = list(known)
+        for mean in certain[:missing]:
+            left.remove(mean)
+        for span, mean in zip(some, left, strict=True):
+            span.trips = mean
+    return True
 
 
 def _shares(text: str, weights: list[float]) -> tuple[float | None, float | None]:

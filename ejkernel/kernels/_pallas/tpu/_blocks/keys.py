@@ -131,9 +131,8 @@ class _PageCopies:
             for u in range(self.most):
                 page(jnp.int32(u), None)
 
-        @pl.when(self.count < self.most)
-        def _() -> None:
-            jax.lax.fori_loop(jnp.int32(0), self.count, page, jnp.int32(0))
+        rest = jnp.where(self.count == self.most, 0, self.count)
+        jax.lax.fori_loop(jnp.int32(0), rest, page, jnp.int32(0))
 
 
 class AbstractPages(AbstractKeys):
