@@ -137,7 +137,8 @@ def _branches(loops: list[_Span], skips: list[_Span], pipelined: bool) -> list[_
     """The branches of the kernel itself, without those that guard loops and the pipeline."""
     made = []
     for skip in skips:
-        inner = [p for p in loops if skip.start <= p.start and p.end <= skip.end]
+        # a loop whose trips are known runs at least once, and needs no guard
+        inner = [p for p in loops if skip.start <= p.start and p.end <= skip.end and not p.trips]
         if not any(p.start - skip.branch <= _NEAR and skip.end - p.end <= _NEAR for p in inner):
             made.append(skip)
     # the first one around everything else is the round without a block to compute
@@ -186,7 +187,8 @@ def _fill_between(
     for some, known in zip(spans, means, strict=True):
         certain = [mean for mean in known if mean in (0.0, 1.0)]
         missing = len(known) - len(some)
-        if not 0 <= missing <= len(certain) or (missing and len(set(certain)) > 1):
+        alike = len(set(certain)) == 1 or missing == len(certain)
+        if not 0 <= missing <= len(certain) or (missing and not alike):
             return False
         left = list(known)
         for mean in certain[:missing]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -18,7 +19,8 @@ from ejkernel.kernels._pallas.tpu._blocks import grid, keys, softmax, tiles
 
 OPTIONAL = ("slopes", "slope", "sinks", "k_scale", "v_scale", "lse")
 _SUBLANES = 8
-_TOGETHER = 64  # rows
+_TOGETHER = 1024  # rows
+_MOST_HEADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Rules:
     @property
     def together(self) -> int:
         """Key heads whose work overlaps: enough to fill units, few enough for the registers."""
-        most = max(_TOGETHER // self.rows, 1)
+        most = min(max(_TOGETHER // self.rows, 1), _MOST_HEADS)
         return max(n for n in range(1, most + 1) if self.groups % n == 0)
 
     @property
@@ -119,7 +121,7 @@ def attend(of: Rules, refs: Any, cache: keys.AbstractKeys, at: keys.Span) -> Non
                 some(0, None)
             else:
                 count = of.groups // of.together
-                jax.lax.fori_loop(jnp.int32(0), jnp.int32(count), some, jnp.int32(0))
+                jax.lax.fori_loop(np.int32(0), np.int32(count), some, np.int32(0))
 
         cache.part(refs, slot)
 

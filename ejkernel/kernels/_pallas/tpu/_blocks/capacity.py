@@ -38,12 +38,12 @@ def cached(query: Any, cache: Any, value_width: int) -> str | None:
     return None
 
 
-def layout(*widths: int) -> str | None:
+def layout(target: Target, *widths: int) -> str | None:
     """Why XLA would copy a cache of these head sizes for a kernel.
 
     It keeps arrays whose last axis does not fill registers with another axis innermost.
     """
-    if any(width % _LANES for width in widths):
+    if target.kind == "tpu" and any(width % _LANES for width in widths):
         return (
             f"needs head sizes that are multiples of {_LANES}, since XLA keeps other caches in an "
             f"order that would have to be copied; got {' and '.join(map(str, widths))}. Pad them "
@@ -52,9 +52,9 @@ def layout(*widths: int) -> str | None:
     return None
 
 
-def page_rows(size: int) -> str | None:
+def page_rows(target: Target, size: int) -> str | None:
     """Why XLA would copy pages [..., size, width] for a kernel."""
-    if size % _ROWS:
+    if target.kind == "tpu" and size % _ROWS:
         return (
             f"needs pages of a multiple of {_ROWS} keys, since XLA keeps others in an order that "
             f"would have to be copied; got {size}"

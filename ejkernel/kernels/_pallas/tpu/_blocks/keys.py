@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -103,7 +104,7 @@ def _part(
     if count == chunk:
         some(0, None)
     else:
-        jax.lax.fori_loop(jnp.int32(0), jnp.int32(count // chunk), some, jnp.int32(0))
+        jax.lax.fori_loop(np.int32(0), np.int32(count // chunk), some, np.int32(0))
 
 
 @dataclasses.dataclass

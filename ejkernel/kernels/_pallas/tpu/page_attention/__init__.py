@@ -15,8 +15,8 @@ def _requires(args: Any) -> str | None:
 
 
 def _device_requires(args: Any, target: Target) -> str | None:
-    return capacity.page_rows(args.key_cache.shape[2]) or capacity.layout(
-        args.key_cache.shape[-1], args.value_cache.shape[-1]
+    return capacity.page_rows(target, args.key_cache.shape[2]) or capacity.layout(
+        target, args.key_cache.shape[-1], args.value_cache.shape[-1]
     )
 
 

@@ -21,12 +21,12 @@ def _device_requires(args: Any, target: Target) -> str | None:
     _, length, groups, d = args.key.shape
     e = args.value.shape[-1]
     dense = all(heads.Heads(groups, width, args.key.dtype).dense for width in (d, e))
-    if not dense and length % _ROWS:
+    if target.kind == "tpu" and not dense and length % _ROWS:
         return (
             f"needs a multiple of {_ROWS} keys a row where {groups} key heads of {args.key.dtype} "
             f"do not fill registers; got {length}"
         )
-    return capacity.layout(d, e)
+    return capacity.layout(target, d, e)
 
 
 kernel_registry.register(

@@ -22,7 +22,7 @@ def _requires(args: Any) -> str | None:
 def _device_requires(args: Any, target: Target) -> str | None:
     _, size, double, d = args.kv_pages.shape
     dense = heads.Heads(double, d, args.kv_pages.dtype).dense
-    return (None if dense else capacity.page_rows(size)) or capacity.layout(d)
+    return (None if dense else capacity.page_rows(target, size)) or capacity.layout(target, d)
 
 
 kernel_registry.register(
