@@ -5,6 +5,7 @@ r % tokens of head r // tokens. Maxima, sums and weighted values of all key head
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,7 +96,13 @@ def add_options(args: Any, of: Rules, operands: grid.Operands) -> dict[str, Any]
     return {"slope": pltpu.VMEM((of.groups, of.rows, tiles.LANES), jnp.float32)}
 
 
-def attend(of: Rules, refs: Any, cache: keys.AbstractKeys, at: keys.Span) -> None:
+def attend(
+    of: Rules,
+    refs: Any,
+    cache: keys.AbstractKeys,
+    at: keys.Span,
+    chain: grid.Chain | None = None,
+) -> None:
     """Leaves maxima, sums and weighted values of the rows of `refs.query` [g, rows, d]."""
     refs.m[...] = jnp.full(refs.m.shape, softmax.LEAST, jnp.float32)
     refs.l[...] = jnp.zeros(refs.l.shape, jnp.float32)
@@ -128,7 +135,8 @@ def attend(of: Rules, refs: Any, cache: keys.AbstractKeys, at: keys.Span) -> Non
         pl.when(whole)(lambda: run(False))
         pl.when(jnp.logical_not(whole))(lambda: run(True))
 
-    grid.stream(cache.count(at), lambda j, slot: cache.copies(refs, at, j, slot), visit)
+    copies = functools.partial(cache.copies, refs, at)
+    grid.stream(cache.count(at), copies, visit, chain)
 
 
 @dataclasses.dataclass(frozen=True)

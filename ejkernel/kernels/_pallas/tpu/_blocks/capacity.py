@@ -20,8 +20,8 @@ _FLOATS = ("bfloat16", "float32")
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 _LANES = 128
 _ROWS = 8
-# Numbers of 4 bytes in scalar memory, which has 1 MiB on a v5e: rows of a table are there twice,
-# one in use and one under way, beside the numbers of all sequences.
+# Numbers of 4 bytes in scalar memory, which has 1 MiB on a v5e: two rows of a table are there
+# twice, in use and under way, beside the numbers of all sequences.
 _MOST_BLOCKS = 1 << 15
 _MOST_SCALARS = 1 << 16
 
@@ -76,4 +76,4 @@ def pages(tables: Any, size: int) -> str | None:
         return f"needs pages of at most {_LANES} keys, or of a multiple of {_LANES}; got {size}"
     if blocks > _MOST_BLOCKS:
         return f"needs at most {_MOST_BLOCKS} pages a sequence, in scalar memory; got {blocks}"
-    return scalars(2 * sequences, "bounds of sequences")
+    return scalars(5 * sequences, "bounds of sequences")

@@ -8,7 +8,7 @@ side by side are parted first, a copy in VMEM, so that a loop over heads need no
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ class Span(NamedTuple):
     low: Any
     high: Any
     position: Any  # of the first query
+    pages: Any = None  # the row of the table, [1, blocks]
 
 
 class AbstractKeys(abc.ABC):
@@ -35,8 +36,8 @@ class AbstractKeys(abc.ABC):
     step: int  # keys of one step
 
     @abc.abstractmethod
-    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
-        """Adds the arrays; `spec(width)` is the block spec of one sequence's row of an array."""
+    def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
+        """Adds the arrays; `rows` are names of rows of the table and, by width, their specs."""
 
     @abc.abstractmethod
     def buffers(self) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class AbstractKeys(abc.ABC):
 
     @abc.abstractmethod
     def count(self, at: Span) -> Any:
-        """Steps of a span."""
+        """Steps of a span; its members may be arrays."""
 
     @abc.abstractmethod
     def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:
@@ -61,6 +62,10 @@ class AbstractKeys(abc.ABC):
     @abc.abstractmethod
     def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
         """Keys and values of a key head, [step, d] and [step, e], in the dtype of queries."""
+
+
+def _div(x: Any, size: int) -> Any:
+    return jax.lax.div(x, jnp.full_like(x, size))
 
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -143,19 +148,20 @@ class AbstractPages(AbstractKeys):
         self.tables, self.num_pages, self.size, self.per_step = tables, num_pages, size, per_step
         self.step = size * per_step
 
-    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+    def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
         # a row at a time, in scalar memory: all of them need not fit there
-        operands.add("pages", self.tables[:, None], spec(self.tables.shape[1]))
+        for name, spec in rows.items():
+            operands.add(name, self.tables[:, None], spec(self.tables.shape[1]))
 
     def count(self, at: Span) -> Any:
         pages = self._end(at) - self._start(at)
-        return jnp.maximum(jax.lax.div(pages + (self.per_step - 1), jnp.int32(self.per_step)), 0)
+        return jnp.maximum(_div(pages + (self.per_step - 1), self.per_step), 0)
 
     def _start(self, at: Span) -> Any:
-        return jax.lax.div(at.low, jnp.int32(self.size))
+        return _div(at.low, self.size)
 
     def _end(self, at: Span) -> Any:
-        return jax.lax.div(at.high + (self.size - 1), jnp.int32(self.size))
+        return _div(at.high + (self.size - 1), self.size)
 
     def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:
         first = (self._start(at) + j * self.per_step) * self.size
@@ -166,7 +172,7 @@ class AbstractPages(AbstractKeys):
 
         def make(u: Any) -> list[Any]:
             # an id that names no page gives the nearest one
-            index = jnp.clip(refs.pages[0, page + u], 0, self.num_pages - 1)
+            index = jnp.clip(at.pages[0, page + u], 0, self.num_pages - 1)
             return [
                 pltpu.make_async_copy(source, target, refs.arrived.at[slot])
                 for source, target in self.pieces(refs, index, slot, u)
@@ -189,8 +195,8 @@ class TokenPages(AbstractPages):
         self.array, self.dtype = pages, dtype
         self.heads = heads.Heads(double, width, pages.dtype)
 
-    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
-        super().add(operands, spec)
+    def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
+        super().add(operands, rows)
         operands.add_whole("kv_pages", self.array)
 
     def buffers(self) -> dict[str, Any]:
@@ -234,8 +240,8 @@ class HeadPages(AbstractPages):
         self.arrays = {"key": key} if value is None else {"key": key, "value": value}
         self.dtype = dtype
 
-    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
-        super().add(operands, spec)
+    def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
+        super().add(operands, rows)
         for name, array in self.arrays.items():
             operands.add_whole(f"{name}_pages", array)
 
@@ -286,7 +292,7 @@ class Rows(AbstractKeys):
         if not self.dense:  # the order that XLA keeps
             self.arrays = {name: x.swapaxes(1, 2) for name, x in self.arrays.items()}
 
-    def add(self, operands: grid.Operands, spec: Callable[..., Any]) -> None:
+    def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
         for name, array in self.arrays.items():
             operands.add_whole(f"{name}_rows", array)
 
@@ -301,10 +307,10 @@ class Rows(AbstractKeys):
         return made
 
     def _start(self, at: Span) -> Any:
-        return jax.lax.div(at.low, jnp.int32(self.step))
+        return _div(at.low, self.step)
 
     def count(self, at: Span) -> Any:
-        end = jax.lax.div(at.high + (self.step - 1), jnp.int32(self.step))
+        end = _div(at.high + (self.step - 1), self.step)
         return jnp.where(at.high > at.low, end - self._start(at), 0)
 
     def bounds(self, at: Span, j: Any) -> tuple[Any, Any]:

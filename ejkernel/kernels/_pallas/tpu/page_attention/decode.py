@@ -1,7 +1,8 @@
 """Decoding on a TPU: one query of each sequence over its cached keys.
 
 A program serves all heads of a sequence. It copies some keys of all heads from HBM while it works
-on those before them.
+on those before them. Programs run in order, each starting the copies that the next one needs first;
+where a chip has two cores, each has half of the sequences.
 """
 
 import functools
@@ -13,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._pallas.tpu._blocks import cached, grid, keys
+
+_FIELDS = 5  # of a sequence in the table
 
 
 def run(
@@ -28,28 +31,37 @@ def run(
     batch, num_heads, _ = query.shape
     groups, e = sizes
     of = cached.rules(args, groups, 1, query, e)
-    operands = grid.Operands(cached.OPTIONAL)
-    operands.add("query", _tiles(of, query), _block(groups, of.rows, of.d))
-    cache.add(operands, _table_row)
+    operands = grid.Operands((*cached.OPTIONAL, "pages", "next_pages"))
+    cores = 1 if batch % 2 else 2
+    shape = (cores, batch // cores)
+    block = functools.partial(_block, shape[1])
+    operands.add("query", _tiles(of, query), block(groups, of.rows, of.d))
+    cache.add(
+        operands,
+        {
+            "pages": lambda width: block(1, width, memory_space=pltpu.SMEM),
+            "next_pages": functools.partial(_next_row, shape[1]),
+        },
+    )
     scratch = cached.add_options(args, of, operands)
     lead = (batch, groups)
     out = {
         "out": (
             jax.ShapeDtypeStruct((*lead, of.rows, e), query.dtype),
-            _block(groups, of.rows, e),
+            block(groups, of.rows, e),
         )
     }
     if args.return_lse:
-        shape = jax.ShapeDtypeStruct((*lead, 1, of.rows), jnp.float32)
-        out["lse"] = (shape, _block(groups, 1, of.rows))
+        lse = jax.ShapeDtypeStruct((*lead, 1, of.rows), jnp.float32)
+        out["lse"] = (lse, block(groups, 1, of.rows))
     made = operands.run(
         "decode_attention_kernel",
-        functools.partial(_kernel, of, cache),
-        jnp.stack([low, high], axis=1),
+        functools.partial(_kernel, of, cache, shape[1]),
+        _table(cache, low, high, shape[1]),
         out,
         scratch | of.state(cache.step) | cache.buffers(),
-        grid=(batch,),
-        sequential=0,
+        grid=shape,
+        sequential=1,
         vmem_limit=vmem_limit,
     )
     rows = made[0][:, :, : of.group].reshape(batch, num_heads, e)
@@ -64,18 +76,52 @@ def _tiles(of: cached.Rules, query: jax.Array) -> jax.Array:
     return grid.pad_to(query, 2, of.rows)
 
 
-def _block(*shape: int) -> Any:
-    return pl.BlockSpec((None, *shape), lambda i, table: (i, *(0,) * len(shape)))
+def _table(cache: keys.AbstractKeys, low: jax.Array, high: jax.Array, each: int) -> jax.Array:
+    """[b, 5]: low, high, steps before, whether one before starts the first copies, and the next.
+
+    The next sequence with steps on the same core, or the sequence itself if it is the last one.
+    A core has `each` sequences.
+    """
+    batch = low.shape[0]
+    count = cache.count(keys.Span(None, low, high, None)).reshape(-1, each)
+    before = jnp.cumsum(count, axis=1) - count
+    index = jnp.arange(batch, dtype=jnp.int32).reshape(-1, each)
+    later = jnp.where(count > 0, index, batch)
+    later = jax.lax.cummin(later, axis=1, reverse=True)
+    later = jnp.concatenate([later[:, 1:], jnp.full_like(later[:, :1], batch)], axis=1)
+    later = jnp.where(later < batch, later, index)
+    fields = (before, (before > 0).astype(jnp.int32), later)
+    return jnp.stack([low, high, *(x.reshape(batch) for x in fields)], axis=1).astype(jnp.int32)
 
 
-def _table_row(width: int) -> Any:
-    return pl.BlockSpec((None, 1, width), lambda i, table: (i, 0, 0), memory_space=pltpu.SMEM)
+def _block(each: int, *shape: int, **space: Any) -> Any:
+    zeros = (0,) * len(shape)
+    return pl.BlockSpec((None, *shape), lambda c, i, table: (c * each + i, *zeros), **space)
 
 
-def _kernel(of: cached.Rules, cache: keys.AbstractKeys, refs: Any) -> None:
-    i = pl.program_id(0)
-    low, high = refs.table[2 * i], refs.table[2 * i + 1]
-    cached.attend(of, refs, cache, keys.Span(i, low, high, high - 1))
+def _next_row(each: int, width: int) -> Any:
+    return pl.BlockSpec(
+        (None, 1, width),
+        lambda c, i, table: (table[(c * each + i) * _FIELDS + 4], 0, 0),
+        memory_space=pltpu.SMEM,
+    )
+
+
+def _kernel(of: cached.Rules, cache: keys.AbstractKeys, each: int, refs: Any) -> None:
+    i = pl.program_id(0) * each + pl.program_id(1)
+    low, high, before, started, later = (refs.table[i * _FIELDS + n] for n in range(_FIELDS))
+
+    def start_next(slot: Any) -> None:
+        bounds = (refs.table[later * _FIELDS + n] for n in range(2))
+        at = keys.Span(later, *bounds, None, refs.next_pages)
+
+        @pl.when(later != i)
+        def _() -> None:
+            for copy in cache.copies(refs, at, jnp.int32(0), slot):
+                copy.start()
+
+    at = keys.Span(i, low, high, high - 1, refs.pages)
+    cached.attend(of, refs, cache, at, grid.Chain(before, started, start_next))
     for g in range(of.groups):
         out, lse = cached.finish(of, refs, g)
         refs.out[g] = out.astype(refs.out.dtype)

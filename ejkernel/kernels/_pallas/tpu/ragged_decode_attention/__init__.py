@@ -13,7 +13,7 @@ _ROWS = 32  # of a register in the narrowest dtype
 
 def _requires(args: Any) -> str | None:
     return capacity.cached(args.query, args.key, args.value.shape[-1]) or capacity.scalars(
-        2 * args.key.shape[0], "bounds of rows"
+        5 * args.key.shape[0], "bounds of rows"
     )
 
 

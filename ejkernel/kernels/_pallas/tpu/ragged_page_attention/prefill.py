@@ -68,7 +68,7 @@ def run(
     operands.add_whole("queries", args.queries)
     for name, array in old.items():
         operands.add_whole(f"old_{name}", array)
-    cache.add(operands, _table_row)
+    cache.add(operands, {"pages": _table_row})
     scratch = cached.add_options(args, of, operands)
     scratch |= of.state(cache.step) | cache.buffers()
     scratch["query"] = pltpu.VMEM((groups, of.rows, d), args.queries.dtype)
@@ -108,7 +108,7 @@ def _kernel(
         move = functools.partial(_move, refs, of.tokens, token, count)
         move(layout["queries"], refs.queries, refs.tokens, inwards=True)
         _gather(of, layout["queries"], refs)
-        cached.attend(of, refs, cache, keys.Span(sequence, low, high, position))
+        cached.attend(of, refs, cache, keys.Span(sequence, low, high, position, refs.pages))
         _scatter(of, layout, refs)
         move(layout["queries"], refs.out, refs.tokens, inwards=False)
         if refs.lse is not None:
