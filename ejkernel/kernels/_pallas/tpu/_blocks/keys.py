@@ -7,6 +7,7 @@ side by side are parted first, a copy in VMEM, so that a loop over heads need no
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -117,25 +118,30 @@ class _PageCopies:
     """The copies of a step; `make(u)` are those of its page u."""
 
     make: Callable[[Any], list[Any]]
+    whole: Callable[[], list[Any]]  # copies as large as all of a full step, to wait for
     count: Any  # of pages
     most: int
 
     def start(self) -> None:
-        self._each(lambda copy: copy.start())
+        unrolled = [functools.partial(self.make, np.int32(u)) for u in range(self.most)]
+        self._run(unrolled, lambda copy: copy.start())
 
     def wait(self) -> None:
-        self._each(lambda copy: copy.wait())
+        self._run([self.whole], lambda copy: copy.wait())
 
-    def _each(self, run: Callable[[Any], None]) -> None:
+    def _run(self, full: list[Callable[[], list[Any]]], run: Callable[[Any], None]) -> None:
+        """Runs the copies of a full step, or those of the pages that there are."""
+
+        @pl.when(self.count == self.most)
+        def _() -> None:
+            for some in full:
+                for copy in some():
+                    run(copy)
+
         def page(u: Any, carry: Any) -> Any:
             for copy in self.make(u):
                 run(copy)
             return carry
-
-        @pl.when(self.count == self.most)
-        def _() -> None:
-            for u in range(self.most):
-                page(jnp.int32(u), None)
 
         rest = jnp.where(self.count == self.most, 0, self.count)
         jax.lax.fori_loop(jnp.int32(0), rest, page, jnp.int32(0))
@@ -145,8 +151,9 @@ class AbstractPages(AbstractKeys):
     """Pages that a table lists, a row for each sequence."""
 
     def __init__(self, tables: jax.Array, num_pages: int, size: int, per_step: int):
-        self.tables, self.num_pages, self.size, self.per_step = tables, num_pages, size, per_step
-        self.step = size * per_step
+        # an id that names no page gives the nearest one
+        self.tables = jnp.clip(tables, 0, num_pages - 1)
+        self.size, self.per_step, self.step = size, per_step, size * per_step
 
     def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
         # a row at a time, in scalar memory: all of them need not fit there
@@ -171,15 +178,23 @@ class AbstractPages(AbstractKeys):
         page = self._start(at) + j * self.per_step
 
         def make(u: Any) -> list[Any]:
-            # an id that names no page gives the nearest one
-            index = jnp.clip(at.pages[0, page + u], 0, self.num_pages - 1)
             return [
                 pltpu.make_async_copy(source, target, refs.arrived.at[slot])
-                for source, target in self.pieces(refs, index, slot, u)
+                for source, target in self.pieces(refs, at.pages[0, page + u], slot, u)
+            ]
+
+        def whole() -> list[Any]:
+            return [
+                pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], refs.arrived.at[slot])
+                for buffer in self.filled(refs)
             ]
 
         count = jnp.minimum(self._end(at) - page, self.per_step)
-        return [_PageCopies(make, count, self.per_step)]
+        return [_PageCopies(make, whole, count, self.per_step)]
+
+    @abc.abstractmethod
+    def filled(self, refs: Any) -> list[Any]:
+        """The buffers that pages are copied into."""
 
     @abc.abstractmethod
     def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
@@ -212,6 +227,9 @@ class TokenPages(AbstractPages):
     def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
         # the axes of a buffer are slots, parts, pages, tokens, heads, lanes
         return self.heads.pieces(refs.kv_pages.at[page], refs.two_steps.at[slot], u)
+
+    def filled(self, refs: Any) -> list[Any]:
+        return [refs.two_steps]
 
     def part(self, refs: Any, slot: Any) -> None:
         names = {"key": (0, 2), "value": (1, 2)}
@@ -257,6 +275,9 @@ class HeadPages(AbstractPages):
             (getattr(refs, f"{name}_pages").at[page], getattr(refs, f"two_{name}").at[slot, u])
             for name in self.arrays
         ]
+
+    def filled(self, refs: Any) -> list[Any]:
+        return [getattr(refs, f"two_{name}") for name in self.arrays]
 
     def part(self, refs: Any, slot: Any) -> None:
         pass
