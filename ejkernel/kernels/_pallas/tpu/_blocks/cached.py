@@ -42,7 +42,9 @@ class Rules:
     @property
     def together(self) -> int:
         """Key heads whose work overlaps: enough to fill units, few enough for the registers."""
-        most = min(max(_TOGETHER // self.rows, 1), _MOST_HEADS)
+        # a product in float32 is several, and as much more code
+        rows = self.rows if jnp.dtype(self.dtype).itemsize == 2 else 4 * self.rows
+        most = min(max(_TOGETHER // rows, 1), _MOST_HEADS)
         return max(n for n in range(1, most + 1) if self.groups % n == 0)
 
     @property

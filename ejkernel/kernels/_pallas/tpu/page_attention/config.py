@@ -82,6 +82,7 @@ def vmem_limit(args: Any, cfg: Config) -> int:
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Steps that fit, best guess first; at least the smallest one."""
     of, most = sizes(args), capacity.vmem(target)
+    # not measured; on a v5e the schedule of a step of 512 keys is shorter than its copies
     made = [Config(block_k=max(min(k, of.reach), 1)) for k in (512, 1024, 256, 128)]
     fitting = [cfg for cfg in made if limit(vmem_bytes(of, 1, cfg.block_k)) <= most]
     return tuple(dict.fromkeys(fitting or made[-1:]))
