@@ -66,8 +66,8 @@ def decode_vmem_limit(args: Any, cfg: Config) -> int:
     return decoding.limit(decoding.vmem_bytes(sizes(args), 1, cfg.decode_block_k))
 
 
-# (rows of a tile, keys of a step), best guess first; nothing of this was measured. On a v5e the
-# schedule of the first one takes 60 % of the MXU's peak in whole tiles.
+# (rows of a tile, keys of a step), best guess first; not measured. For 32 query and 8 key heads of
+# 128 in bfloat16 a step of the first one is about 9800 bundles on a v5e, and 8192 are its products.
 _GUESSES = ((512, 512), (1024, 512), (256, 512), (256, 256), (128, 128))
 # a product in float32 is several, and as much more code
 _WIDE_GUESSES = ((256, 256), (128, 256), (128, 128))
