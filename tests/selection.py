@@ -24,6 +24,9 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_tpu_blocksparse.py": ("blocksparse_attention",),
     "tests/kernels/test_tpu_linear_recurrence.py": _LINEAR,
     "tests/kernels/test_tpu_mean_pooling.py": ("mean_pooling",),
+    "tests/kernels/test_tpu_serving.py": (
+        *("page_attention", "ragged_page_attention", "ragged_decode_attention"),
+    ),
     "tests/kernels/test_transforms.py": ("flash_attention",),
     "tests/kernels/test_tpu_grouped_matmul.py": ("grouped_matmul",),
     "tests/kernels/test_triton_compiles.py": ("flash_attention",),

@@ -63,8 +63,9 @@ def read(
     loops, skips = _spans(labels, texts)
     grid, pipelined = _grid_loop(loops, grid_steps)
     branches = _branches(loops, skips, pipelined)
-    exact = _fill("loop", [loop for loop in loops if loop.trips is None], control)
-    exact &= _fill("branch", branches, control)
+    counted = [loop for loop in loops if loop.trips is None]
+    exact = _fill("loop", counted, control)
+    exact &= _fill("branch", branches, control) or _fill_between(counted, branches, control)
     weights = [1.0] * len(texts)
     for span in (*loops, *branches):
         for i in range(span.start, span.end):
@@ -136,9 +137,8 @@ def _branches(loops: list[_Span], skips: list[_Span], pipelined: bool) -> list[_
     """The branches of the kernel itself, without those that guard loops and the pipeline."""
     made = []
     for skip in skips:
-        # a loop of constant trips needs no guard
-        inner = [p for p in loops if skip.start <= p.start and p.end <= skip.end]
-        inner = [p for p in inner if p.trips is None]
+        # a loop whose trips are known runs at least once, and needs no guard
+        inner = [p for p in loops if skip.start <= p.start and p.end <= skip.end and not p.trips]
         if not any(p.start - skip.branch <= _NEAR and skip.end - p.end <= _NEAR for p in inner):
             made.append(skip)
     # the first one around everything else is the round without a block to compute
@@ -163,6 +163,39 @@ def _fill(kind: str, spans: list[_Span], control: Sequence[Control] | None) -> b
                 span.trips = mean
             return True
     return False
+
+
+def _fill_between(
+    loops: list[_Span], branches: list[_Span], control: Sequence[Control] | None
+) -> bool:
+    """Gives branches their means, loop by loop: those between two loops' starts correspond.
+
+    Where the schedule has fewer, the missing ones are always or never entered. False where it
+    matters which ones these are.
+    """
+    means: list[list[float]] = [[]]
+    for one in control or ():
+        if one.kind == "loop":
+            means.append([])
+        else:
+            means[-1].append(one.mean)
+    spans: list[list[_Span]] = [[] for _ in range(len(loops) + 1)]
+    for span in sorted(branches, key=lambda span: (span.start, -span.end)):
+        spans[sum(loop.start <= span.start for loop in loops)].append(span)
+    if len(means) != len(spans):
+        return False
+    for some, known in zip(spans, means, strict=True):
+        certain = [mean for mean in known if mean in (0.0, 1.0)]
+        missing = len(known) - len(some)
+        alike = len(set(certain)) == 1 or missing == len(certain)
+        if not 0 <= missing <= len(certain) or (missing and not alike):
+            return False
+        left = list(known)
+        for mean in certain[:missing]:
+            left.remove(mean)
+        for span, mean in zip(some, left, strict=True):
+            span.trips = mean
+    return True
 
 
 def _shares(text: str, weights: list[float]) -> tuple[float | None, float | None]:

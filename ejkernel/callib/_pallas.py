@@ -70,6 +70,7 @@ def tpu_call(
     sequential: int,
     vmem_limit: int | None = None,
     checked: bool = True,
+    aliases: dict[int, int] | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """A function of the kernel's arrays.
 
@@ -85,6 +86,7 @@ def tpu_call(
       sequential: How many of the last axes of the grid must run in order.
       vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
       checked: Whether a compiled kernel checks the addresses of its copies.
+      aliases: Results that share the memory of an array, by the array's number.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -103,6 +105,7 @@ def tpu_call(
             out_shape=[_differing(o, given) for o in out_shape],
             grid_spec=grid_spec,
             compiler_params=params,
+            input_output_aliases=aliases or {},
             interpret=_interpreter(given),
             name=name,
         )(*given)

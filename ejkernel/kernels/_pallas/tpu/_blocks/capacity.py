@@ -1,5 +1,7 @@
 """What a TPU offers to one kernel."""
 
+from typing import Any
+
 from ejkernel._device import Target
 
 _MIB = 1 << 20
@@ -24,3 +26,65 @@ def smem_refusal(numbers: int) -> str | None:
     if numbers <= most:
         return None
     return f"needs tables of at most {most} numbers, which scalar memory holds; got {numbers}"
+_MOST_WIDTH = 256
+_FLOATS = ("bfloat16", "float32")
+_NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+_LANES = 128
+_ROWS = 8
+# Numbers of 4 bytes in scalar memory, which has 1 MiB on a v5e: two rows of a table are there
+# twice, in use and under way, beside the numbers of all sequences.
+_MOST_BLOCKS = 1 << 15
+_MOST_SCALARS = 1 << 16
+
+
+def cached(query: Any, cache: Any, value_width: int) -> str | None:
+    """What kernels over cached keys cannot do."""
+    if query.dtype.name not in _FLOATS:
+        return f"needs bfloat16 or float32, which a TPU multiplies; got {query.dtype}"
+    if cache.dtype != query.dtype and cache.dtype.name not in _NARROW:
+        return f"needs keys of the queries' dtype or one of {', '.join(_NARROW)}; got {cache.dtype}"
+    d = query.shape[-1]
+    if not (1 <= d <= _MOST_WIDTH and 1 <= value_width <= _MOST_WIDTH):
+        return f"needs head sizes from 1 to {_MOST_WIDTH}; got {d} and {value_width}"
+    return None
+
+
+def layout(target: Target, *widths: int) -> str | None:
+    """Why XLA would copy a cache of these head sizes for a kernel.
+
+    It keeps arrays whose last axis does not fill registers with another axis innermost.
+    """
+    if target.kind == "tpu" and any(width % _LANES for width in widths):
+        return (
+            f"needs head sizes that are multiples of {_LANES}, since XLA keeps other caches in an "
+            f"order that would have to be copied; got {' and '.join(map(str, widths))}. Pad them "
+            "with zeros and give `softmax_scale`"
+        )
+    return None
+
+
+def page_rows(target: Target, size: int) -> str | None:
+    """Why XLA would copy pages [..., size, width] for a kernel."""
+    if target.kind == "tpu" and size % _ROWS:
+        return (
+            f"needs pages of a multiple of {_ROWS} keys, since XLA keeps others in an order that "
+            f"would have to be copied; got {size}"
+        )
+    return None
+
+
+def scalars(count: int, what: str) -> str | None:
+    """Why so many numbers do not fit into scalar memory."""
+    if count > _MOST_SCALARS:
+        return f"needs at most {_MOST_SCALARS} {what} in scalar memory; got {count}"
+    return None
+
+
+def pages(tables: Any, size: int) -> str | None:
+    """What kernels that copy pages cannot do; `tables` are [sequences, blocks]."""
+    sequences, blocks = tables.shape
+    if size > _LANES and size % _LANES:
+        return f"needs pages of at most {_LANES} keys, or of a multiple of {_LANES}; got {size}"
+    if blocks > _MOST_BLOCKS:
+        return f"needs at most {_MOST_BLOCKS} pages a sequence, in scalar memory; got {blocks}"
+    return scalars(5 * sequences, "bounds of sequences")

@@ -4,6 +4,7 @@ Every kernel has one table of int32 that is there before its blocks are fetched,
 block bounds, page ids or group offsets, from which index maps and loops take what they need.
 """
 
+import dataclasses
 import functools
 import math
 import types
@@ -56,6 +57,7 @@ class Operands:
         sequential: int,
         vmem_limit: int | None = None,
         checked: bool = True,
+        aliases: dict[str, str] | None = None,
     ) -> list[jax.Array]:
         """Results of `body(refs)`.
 
@@ -70,6 +72,7 @@ class Operands:
           vmem_limit: Bytes of VMEM that the kernel may use. Default: the compiler's.
           checked: Whether a compiled kernel checks the addresses of its copies, two thirds of what
             starting one costs. Only a kernel whose indices were made in the program goes without.
+          aliases: Results that share the memory of an operand: its name, by theirs.
         """
         self._check_tables(name, table)
         names = [*self._names, *out, *scratch]
@@ -93,6 +96,11 @@ class Operands:
             sequential=sequential,
             vmem_limit=vmem_limit,
             checked=checked,
+            # the table is the first array
+            aliases={
+                1 + self._names.index(operand): list(out).index(result)
+                for result, operand in (aliases or {}).items()
+            },
         )
         return call(table.reshape(-1), *self._arrays)
 
@@ -123,25 +131,43 @@ def _at(grid: tuple[int, ...], sequential: int, index: Callable[[int], int]) -> 
     return functools.reduce(jnp.logical_and, at) if at else True
 
 
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """How the steps of a program follow those of the one before it, in the same buffers."""
+
+    before: Any  # steps of all programs before it
+    started: Any  # whether the one before it has started the copies of its first step
+    start_next: Callable[[Any], None]  # starts those of the next program, into a slot
+
+
 def stream(
-    count: Any, copies: Callable[[Any, Any], Sequence[Any]], visit: Callable[[Any, Any], None]
+    count: Any,
+    copies: Callable[[Any, Any], Sequence[Any]],
+    visit: Callable[[Any, Any], None],
+    chain: Chain | None = None,
 ) -> None:
     """Runs `visit(j, slot)` for j < count while the copies for j + 1 are under way.
 
     `copies(j, slot)` makes, and does not start, the copies of block j into one of two buffers
     (`pltpu.make_async_copy`, each with a semaphore of its slot); it is called once to start them
-    and once more to wait for them. `count` may be known on the device only.
+    and once more to wait for them. `count` may be known on the device only. With a chain, the next
+    program's first copies are under way while the last block is visited; programs without steps
+    are no part of it.
     """
+    before = jnp.int32(0) if chain is None else chain.before
 
     def start(j: Any, slot: Any) -> None:
         for copy in copies(j, slot):
             copy.start()
 
-    pl.when(count > 0)(lambda: start(jnp.int32(0), jnp.int32(0)))
+    own = count > 0 if chain is None else (count > 0) & (chain.started == 0)
+    pl.when(own)(lambda: start(jnp.int32(0), jax.lax.rem(before, jnp.int32(2))))
 
     def step(j: Any, carry: Any) -> Any:
-        slot = jax.lax.rem(j, jnp.int32(2))
+        slot = jax.lax.rem(before + j, jnp.int32(2))
         pl.when(j + 1 < count)(lambda: start(j + 1, 1 - slot))
+        if chain is not None:
+            pl.when(j + 1 == count)(lambda: chain.start_next(1 - slot))
         for copy in copies(j, slot):
             copy.wait()
         visit(j, slot)

@@ -1,0 +1,90 @@
+"""Attention of packed queries over pages, [p, w, 2 g, d], on a TPU: prefill and decoding at once.
+
+Sequences with one query are decoded, a program each. All others are cut into blocks of queries.
+Grids depend on shapes alone; programs without work leave early.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels._pallas.tpu._blocks import keys, tiles
+from ejkernel.kernels._pallas.tpu.page_attention import decode
+from ejkernel.kernels._pallas.tpu.ragged_page_attention import config, prefill
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a call, an entry each; and whose a token is."""
+
+    starts: jax.Array  # first query
+    counts: jax.Array  # queries; 0 for sequences that do not count
+    context: jax.Array  # keys
+    owner: jax.Array  # [n]
+    owned: jax.Array  # [n] whether that is so
+
+
+def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[()]]:
+    """Outputs (out, and lse when asked for); no residuals."""
+    if 0 in (args.queries.size, args.block_tables.shape[0]):
+        made = decode.empty(args, args.queries, args.queries.shape[-1])
+        made = (made[0], jnp.full_like(made[1], -jnp.inf))
+    elif 0 in (args.kv_pages.size, args.block_tables.shape[1]):
+        made = decode.empty(args, args.queries, args.queries.shape[-1])
+        made = (made[0], jnp.where(_sequences(args).owned[:, None], made[1], -jnp.inf))
+    else:
+        made = _attend(args, cfg)
+    return (made if args.return_lse else made[:1]), ()
+
+
+def _sequences(args: Any) -> _Sequences:
+    """Bad starts are clamped to the tokens, and lengths to what the tables hold."""
+    num_tokens = args.queries.shape[0]
+    starts = jnp.clip(args.query_start_loc, 0, num_tokens)
+    counts = jnp.maximum(jnp.diff(starts), 0)
+    counts = jnp.where(jnp.arange(counts.shape[0]) < args.num_seqs, counts, 0)
+    room = args.block_tables.shape[1] * args.kv_pages.shape[1]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.searchsorted(starts, token, side="right").astype(jnp.int32) - 1
+    owner = jnp.clip(owner, 0, counts.shape[0] - 1)
+    place = token - starts[owner]
+    owned = (place >= 0) & (place < counts[owner])
+    return _Sequences(starts[:-1], counts, jnp.clip(args.context_lens, 0, room), owner, owned)
+
+
+def _attend(args: Any, cfg: config.Config) -> tuple[jax.Array, ...]:
+    of, steps = _sequences(args), config.pages_of_steps(args, cfg)
+    make = lambda n: keys.interleaved(args.kv_pages, args.block_tables, n, args.queries.dtype)
+    pages = [make(n) for n in steps]
+    made = _decode(args, of, pages[0], config.decode_vmem_limit(args, cfg))
+    if args.queries.shape[0] == 1:
+        return made
+    out, *lse = made
+    old = {"out": out}
+    if lse:
+        old["lse"] = jnp.broadcast_to(lse[0][:, :, None], (*lse[0].shape, tiles.LANES))
+    longer = jnp.where(of.counts > 1, of.counts, 0)
+    number = config.most_blocks(args, cfg)
+    left = args.sliding_window[0]
+    table = prefill.blocks(of.starts, longer, (of.context, left), cfg.block_q, number)
+    old = prefill.run(args, pages[1], table, old, cfg.block_q, config.vmem_limit(args, cfg))
+    return (old["out"], old["lse"][:, :, 0]) if lse else (old["out"],)
+
+
+def _decode(
+    args: Any, of: _Sequences, pages: keys.AbstractPages, vmem_limit: int
+) -> tuple[jax.Array, ...]:
+    """Output, and lse when asked for, of sequences with one query; 0 and -inf elsewhere."""
+    num_tokens, _, d = args.queries.shape
+    query = args.queries[jnp.minimum(of.starts, num_tokens - 1)]
+    high = jnp.where(of.counts == 1, of.context, 0)
+    low = jnp.zeros_like(high)
+    if (left := args.sliding_window[0]) is not None:
+        low = jnp.maximum(high - 1 - left, 0)
+    groups = args.kv_pages.shape[2] // 2
+    out, lse = decode.run(args, query, pages, low, high, (groups, d), vmem_limit)
+    alone = of.owned & (of.counts[of.owner] == 1)
+    out = jnp.where(alone[:, None, None], out[of.owner], 0)
+    if lse is None:
+        return (out,)
+    return out, jnp.where(alone[:, None], lse[of.owner], -jnp.inf)
