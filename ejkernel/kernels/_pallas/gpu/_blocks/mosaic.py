@@ -7,6 +7,7 @@ run in both. The module fails to import where a name is missing; `probe.why_not`
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,32 @@ def named_barrier(operation: str, index: Any, num_threads: int) -> None:
 def arrive_or_sync(operation: str, barrier: Any, num_threads: int) -> None:
     """The same inside an inlined function; `barrier` is an argument of layout `SPLAT`."""
     mgpu_utils.inline_ptx(f"bar.{operation} $0, {num_threads};", barrier.registers[()])
+
+
+def any_set(values: jax.Array, layout: Any, index: Any, num_threads: int, twin: bool) -> jax.Array:
+    """1 if a value of any of `num_threads` threads is not 0, else 0; they meet at barrier `index`.
+
+    `values` are int32 in registers. Mosaic's own reductions over all rows share memory among the
+    warpgroups, which then overwrite each other's.
+    """
+    if twin:  # the other warpgroups have the same values, or are not asked
+        named_barrier("sync", index, num_threads)
+        return (jnp.max(jnp.abs(values)) > 0).astype(jnp.int32)
+
+    @inlined((layout, SPLAT), (((), jnp.int32, SPLAT),))
+    def reduce(values: Any, barrier: Any) -> tuple[Any]:
+        i32 = ir.IntegerType.get_signless(32)
+        words = [llvm.extractelement(x, arith.constant(i32, 0)) for x in values.registers.flat]
+        found = functools.reduce(arith.ori, words)
+        ptx = (
+            "{ .reg .pred mine, any; setp.ne.b32 mine, $1, 0; "
+            f"bar.red.or.pred any, $2, {num_threads}, mine; selp.b32 $0, 1, 0, any; }}"
+        )
+        operands = [found, barrier.registers[()]]
+        made = llvm.inline_asm(i32, operands, ptx, "=r,r,r", has_side_effects=True)
+        return (_Array.splat(made, (), is_signed=True),)
+
+    return reduce(values, jnp.asarray(index, jnp.int32))[0]
 
 
 def publish(index: Any) -> None:
