@@ -26,6 +26,7 @@ def launch(
     scratch: Sequence[Any] = (),
     programs: int,
     warpgroups: int,
+    auto_barriers: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Results of `kernel(*arrays, *updated, *outputs, *scratch)`, all of them refs.
 
@@ -37,6 +38,7 @@ def launch(
       scratch: Shared memory and barriers of a program.
       programs: How many programs run.
       warpgroups: How many warpgroups a program has.
+      auto_barriers: Mosaic makes a warpgroup meet around its stores to shared memory.
     """
     given = manual.vary_alike([*arrays, *updated])
     arrays, updated = given[: len(arrays)], given[len(arrays) :]
@@ -49,7 +51,7 @@ def launch(
         grid_names=("cta",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=mosaic.compiler_params(),
+        compiler_params=mosaic.compiler_params(unsafe_no_auto_barriers=not auto_barriers),
         **(watched if interpreted() else {}),
     )
     if updated:

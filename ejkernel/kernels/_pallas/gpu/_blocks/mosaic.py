@@ -30,6 +30,8 @@ _STEP = 16  # values that one instruction multiplies along the inner axis
 
 # How bfloat16 tiles lie in shared memory, and how arrays lie in the registers of a warpgroup.
 TRANSFORMS = (plgpu.TilingTransform((8, _ATOM)), plgpu.SwizzleTransform(_SWIZZLE))
+# the same for float32 tiles that TMA copies
+WIDE_TRANSFORMS = (plgpu.TilingTransform((8, _ATOM // 2)), plgpu.SwizzleTransform(_SWIZZLE))
 TILE = plgpu.RefType(TRANSFORMS)
 WGMMA = plgpu.Layout.WGMMA
 ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)

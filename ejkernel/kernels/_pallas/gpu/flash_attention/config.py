@@ -6,6 +6,7 @@ from typing import Any
 
 from ejkernel import _device
 from ejkernel._device import Target
+from ejkernel.ops.core.kernel import BACKWARD
 
 CAPABILITY = "9.0"
 _ROWS = 64  # of queries, a warpgroup
@@ -19,7 +20,8 @@ _MIB = 1 << 20
 class Config:
     """Queries and keys in a tile, and how a multiprocessor works on them.
 
-    A program has a warpgroup for every 64 queries, and one more that loads.
+    A program has a warpgroup for every 64 queries, and one more that loads. Backward has two
+    warpgroups with 64 keys each; it has neither turns nor an output of its own.
     """
 
     block_q: int
@@ -62,9 +64,14 @@ class Config:
         return self.block_q // _ROWS
 
 
-def shared_bytes(args: Any, cfg: Config) -> int:
+def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
     """Shared memory of a program: tiles, and some for barriers and reductions."""
     d, e = args.query.shape[-1], args.value.shape[-1]
+    if direction == BACKWARD:
+        keys = cfg.block_k * (d + e)
+        queries = cfg.num_stages * cfg.block_q * (d + e + 4)  # with two vectors of float32
+        ds, dq = 2 * cfg.block_k * cfg.block_q, 2 * cfg.block_q * d
+        return 2 * (keys + queries + ds + dq) + 4096
     queries = cfg.block_q * (d + (e if cfg.own_output else 0))
     keys = cfg.num_stages * cfg.block_k * (d + e)
     return 2 * (queries + keys) + 4 * cfg.block_q + 4096
@@ -91,10 +98,24 @@ _GUESSES: dict[int, tuple[dict[str, Any], ...]] = {
 }
 
 
+# Of backward; blocks of other sizes would need other kernels.
+_BACKWARD_BLOCK_Q = {64: 128, 128: 64}
+_BACKWARD_GUESSES: tuple[dict[str, Any], ...] = (
+    {"section": 40},
+    {"section": 16},
+    {"section": 80},
+    {"section": 40, "registers": 232, "load_registers": 40},
+)
+
+
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device; a call with few queries has small tiles of them."""
     programs = _device.multiprocessors(target.capability or CAPABILITY) or 132
-    made = [Config(num_programs=programs, **g) for g in _GUESSES[args.query.shape[-1]]]
+    d = args.query.shape[-1]
+    if direction == BACKWARD:
+        block_q = _BACKWARD_BLOCK_Q[d]
+        return tuple(Config(block_q=block_q, num_programs=programs, **g) for g in _BACKWARD_GUESSES)
+    made = [Config(num_programs=programs, **g) for g in _GUESSES[d]]
     rows = -(-max(args.query.shape[1], 1) // _ROWS) * _ROWS
     if rows == _ROWS:
         made = [dataclasses.replace(c, block_q=_ROWS, turns=False) for c in made]
@@ -108,9 +129,12 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
 
 def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
     """Why a config of another call cannot serve this one."""
-    del direction
+    if direction == BACKWARD:
+        block_q = _BACKWARD_BLOCK_Q.get(args.query.shape[-1])
+        if (cfg.block_q, cfg.block_k) != (block_q, 128):
+            return f"needs {block_q} queries and 128 keys in a tile"
     limit = _device.shared_memory(CAPABILITY)
-    needed = shared_bytes(args, cfg)
+    needed = shared_bytes(args, direction, cfg)
     if limit is not None and needed > limit:
         return f"needs {needed} bytes of shared memory; there are {limit}"
     return None
@@ -118,7 +142,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
 
 def testing(args: Any, direction: str) -> Config:
     """Small tiles for a few programs, which an interpreter runs."""
-    del direction
+    if direction == BACKWARD:
+        return Config(block_q=_BACKWARD_BLOCK_Q[args.query.shape[-1]], num_programs=2)
     own = args.query.shape[-1] < 192
     return Config(block_q=128, block_k=64, num_programs=2, own_output=own)
 
@@ -129,5 +154,3 @@ def from_params(guess: Config, settings: dict[str, int]) -> Config:
         raise ValueError("the number of warps follows from `q_blocksize` here")
     names = {f.name for f in dataclasses.fields(Config)}
     return dataclasses.replace(guess, **{n: v for n, v in settings.items() if n in names})
-
-
