@@ -1,7 +1,6 @@
 """Attention backward for Hopper: lowered for a GPU, and interpreted through its twin."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,8 @@ SPEC = kernel_registry.spec("flash_attention")
 interpreted = pytest.mark.skipif(
     probe.why_not_interpreted() is not None, reason=str(probe.why_not_interpreted())
 )
-# (b, t, s, h, g, d) and options
+lowered = pytest.mark.skipif(probe.why_not() is not None, reason=str(probe.why_not()))
+# batch, lengths, heads, key heads and head size; options
 CASES = {
     "causal_grouped_sinks": ((1, 70, 140, 2, 1, 128), {"causal": True, "softmax_aux": 2}),
     "window_small_heads": ((1, 300, 290, 2, 1, 64), {"sliding_window": (90, 20)}),
@@ -72,6 +72,65 @@ def check(shape, options, kernels=(False,)):
     actual = run(args, made, kernels)
     assert actual.gradients.keys() == made.oracle.gradients.keys()
     harness.assert_close_to_oracle(actual, made)
+
+
+def plan_of(shape, left=None, right=None, **options):
+    from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan
+
+    names = ("batch", "num_q", "num_k", "heads", "key_heads", "head_dim")
+    sizes = dict(zip(names, shape, strict=True))
+    more = {"block_q": 8192 // sizes["head_dim"], "num_stages": 2, "registers": (240, 24)}
+    more |= {"section": 1, "num_programs": 4, "twin": True, "scale": 0.1} | options
+    return bwd_plan.Plan(**sizes, left=left, right=right, **more)
+
+
+LENGTHS = ((1, 1), (256, 256), (300, 290), (70, 400), (400, 70), (129, 128))
+WINDOWS = ((None, None), (None, 0), (0, 0), (90, 20), (10, None), (300, 0), (None, 200))
+
+
+@lowered
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_blocks_of_queries_are_those_that_see_keys(lengths):
+    t, s = lengths
+    for d in (64, 128):
+        for left, right in WINDOWS:
+            plan = plan_of((1, t, s, 1, 1, d), left, right)
+            tiles = jnp.arange(plan.k_tiles)
+            bounds = [np.asarray(jnp.broadcast_to(x, tiles.shape)) for x in plan.bounds(tiles)]
+            q, k = np.arange(plan.padded_q)[:, None], np.arange(plan.k_tiles * 128)[None]
+            distance = k - (q + s - t)
+            seen = (distance <= (s + t if right is None else right)) & (k < s)
+            seen &= distance >= -(s + t if left is None else left)
+            blocks = (plan.padded_q // plan.block_q, plan.block_q, plan.k_tiles, 128)
+            real = seen & (q < t)
+            some = real.reshape(blocks).any((1, 3))
+            all_ = (seen | (q >= t)).reshape(blocks).all((1, 3))
+            for tile, (first, full, ragged, last) in enumerate(zip(*bounds, strict=True)):
+                where = (lengths, d, left, right, tile)
+                block = np.arange(blocks[0])
+                assert 0 <= first <= full <= ragged <= last <= blocks[0], where
+                assert first < last, where
+                assert not (some[:, tile] & ((block < first) | (block >= last))).any(), where
+                plain = (block >= full) & (block < ragged)
+                assert all_[plain, tile].all(), where
+                # a block that needs no mask takes one only behind one that does
+                masked = some[:, tile] & all_[:, tile] & ~plain
+                assert not masked.any() or plan.cuts_keys or t % plan.block_q, where
+            if plan.masks:
+                pairs = np.broadcast_arrays(q, k)
+                given = np.asarray(plan.sees(*(jnp.asarray(x, jnp.int32) for x in pairs)))
+                np.testing.assert_array_equal(given[:t], seen[:t])
+
+
+@lowered
+@pytest.mark.parametrize("shape", [(3, 500, 700, 6, 2, 128), (1, 64, 64, 1, 1, 64)])
+def test_programs_cover_all_keys(shape):
+    for section in (1, 8):
+        plan = plan_of(shape, section=section)
+        count = plan.batch * plan.key_heads * plan.k_tiles
+        places = np.stack([np.asarray(x) for x in plan.place(jnp.arange(count))], axis=1)
+        assert len(np.unique(places, axis=0)) == count
+        assert (places.max(0) + 1 == (plan.batch, plan.key_heads, plan.k_tiles)).all()
 
 
 @interpreted

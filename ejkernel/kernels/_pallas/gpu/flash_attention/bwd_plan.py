@@ -106,11 +106,17 @@ class Plan:
         """Of a tile of keys; at least one block, which may see none of them."""
         key = tile * TILE_KEYS
         blocks = self.reach.blocks(key, key + (TILE_KEYS - 1))
-        full, ragged = blocks.inner, blocks.top if self.left is None else blocks.edge
+        first, last = blocks.bottom, blocks.top
+        full, ragged = first, last
+        offset = self.num_k - self.num_q  # position of the first query
+        if self.right is not None:  # queries from here on see the last key
+            full = _ceil(key + (TILE_KEYS - 1 - self.right - offset), self.block_q)
+        if self.left is not None:  # queries before this one see the first key
+            ragged = _floor(key + (self.left + 1 - offset), self.block_q)
         if self.cuts_keys:
-            full = jnp.where(tile == self.k_tiles - 1, blocks.top, full)
-            ragged = jnp.maximum(ragged, full)
-        return Bounds(blocks.bottom, full, ragged, blocks.top)
+            full = jnp.where(tile == self.k_tiles - 1, last, full)
+        full = jnp.clip(full, first, last)
+        return Bounds(first, full, jnp.clip(ragged, full, last), last)
 
     def sees(self, queries: Any, keys: Any) -> Any:
         """Whether queries see keys, for arrays of indices of one shape."""
@@ -124,3 +130,12 @@ class Plan:
 def _divmod(x: Any, y: Any) -> tuple[Any, Any]:
     y = jnp.asarray(y, jnp.int32)
     return lax.div(x, y), lax.rem(x, y)
+
+
+def _floor(row: Any, size: int) -> Any:
+    """The block of a row; 0 for rows before the first."""
+    return lax.div(jnp.maximum(row, 0), jnp.int32(size))
+
+
+def _ceil(row: Any, size: int) -> Any:
+    return _floor(row + (size - 1), size)
