@@ -27,7 +27,6 @@ class Config:
     num_stages: int = 2  # tiles of keys, and as many of values
     registers: int = 240  # a thread that computes
     load_registers: int = 24  # a thread that loads
-    own_output: bool = True  # results have shared memory of their own, not that of the queries
     turns: bool = True  # warpgroups issue their products one after the other
     section: int = 32  # MiB of keys and values that programs work on at a time
     num_programs: int = 132  # one a multiprocessor
@@ -39,9 +38,7 @@ class Config:
             raise ValueError(f"`Config`: block_k={self.block_k!r} must be 64 or 128.")
         most = (_MOST_BARRIERS - 2 * self.warpgroups) // 2
         if not 2 <= self.num_stages <= most:
-            raise ValueError(
-                f"`Config`: num_stages={self.num_stages!r} must be 2 to {most} with {self.block_q=}."
-            )
+            raise ValueError(f"`Config`: num_stages={self.num_stages!r} must be 2 to {most}.")
         for name in ("registers", "load_registers"):
             value = getattr(self, name)
             if not 24 <= value <= 256 or value % 8:
@@ -65,7 +62,7 @@ class Config:
 def shared_bytes(args: Any, cfg: Config) -> int:
     """Shared memory of a program: tiles, and some for barriers and reductions."""
     d, e = args.query.shape[-1], args.value.shape[-1]
-    queries = cfg.block_q * (d + (e if cfg.own_output else 0))
+    queries = cfg.block_q * (d + e)  # and results
     keys = cfg.num_stages * cfg.block_k * (d + e)
     return 2 * (queries + keys) + 4 * cfg.block_q + 4096
 
@@ -84,8 +81,9 @@ _GUESSES: dict[int, tuple[dict[str, Any], ...]] = {
         {"block_q": 128, "turns": False},
         {"block_q": 128, "block_k": 64, "num_stages": 3},
     ),
+    # tiles of 128 keys do not fit
     192: (
-        {"block_q": 128, "own_output": False},
+        {"block_q": 128, "block_k": 64, "num_stages": 3},
         {"block_q": 128, "block_k": 64},
     ),
 }
@@ -118,9 +116,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
 
 def testing(args: Any, direction: str) -> Config:
     """Small tiles for a few programs, which an interpreter runs."""
-    del direction
-    own = args.query.shape[-1] < 192
-    return Config(block_q=128, block_k=64, num_programs=2, own_output=own)
+    del args, direction
+    return Config(block_q=128, block_k=64, num_programs=2)
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
@@ -129,5 +126,3 @@ def from_params(guess: Config, settings: dict[str, int]) -> Config:
         raise ValueError("the number of warps follows from `q_blocksize` here")
     names = {f.name for f in dataclasses.fields(Config)}
     return dataclasses.replace(guess, **{n: v for n, v in settings.items() if n in names})
-
-
