@@ -46,6 +46,8 @@ class KernelEntry:
     version: int
     derivative: str
     base: "KernelEntry | None" = None  # of a derived op: the kernel of the base that it runs
+    # why `platform="auto"` does not take it: it runs only where its platform is asked for
+    by_name: str | None = None
     # whether others come first for a call that nobody has measured
     defers: Callable[[Any], bool] = lambda args: False
 
@@ -223,8 +225,8 @@ class KernelRegistry:
           priority: Kernels of higher priority are preferred.
           replace: Take the place of a kernel with the same platform, backend and priority.
           **options: `honours`, `requires`, `backward`, `backward_requires`, `device_requires`,
-            `config`, `version`, `derivative` of `KernelEntry`, for functions of the form
-            `fn(args, cfg)`.
+            `config`, `version`, `derivative`, `by_name` of `KernelEntry`, for functions of the
+            form `fn(args, cfg)`.
         """
         written: Platform = member(Platform, platform)
         runs_on: Backend = member(Backend, backend)
@@ -356,7 +358,7 @@ class KernelRegistry:
         entries = [
             e
             for e in self.list(op)
-            if (wanted is None or e.platform == wanted)
+            if (e.by_name is None if wanted is None else e.platform == wanted)
             and (e.runs_on(here) if kind is None else e.backend in (Backend.ANY, kind))
         ]
         if not entries:
@@ -423,6 +425,7 @@ def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, An
         "config": None,
         "version": 1,
         "derivative": "rule",
+        "by_name": None,
         "fn": None,
     }
     if unknown := sorted(set(given) - set(known)):

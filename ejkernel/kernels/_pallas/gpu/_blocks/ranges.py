@@ -88,4 +88,6 @@ class Reach:
 
 def _quotient(x: Any, size: int) -> Any:
     """x // size of numbers that are not negative."""
-    return x // size if isinstance(x, int | np.integer | np.ndarray) else lax.div(x, jnp.int32(size))
+    return (
+        x // size if isinstance(x, int | np.integer | np.ndarray) else lax.div(x, jnp.int32(size))
+    )

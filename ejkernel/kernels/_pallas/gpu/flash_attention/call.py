@@ -109,21 +109,16 @@ class Call:
     def named(self, refs: Sequence[Any], again: bool) -> Any:
         """The refs of a launch by name; those that it lacks are None."""
         results = ("flags", "out", "lse") if again else ("out", "lse", "flags")
-        scratch = [name for name in _SCRATCH if name != "o_smem" or self.cfg.own_output]
-        names = (*self.arrays, *results, *scratch)
-        made = {"sinks": None} | dict(zip(names, refs, strict=True))
-        if not self.cfg.own_output:
-            made["o_smem"] = made["q_smem"].at[:, :, : self.e]
-        return types.SimpleNamespace(**made)
+        names = (*self.arrays, *results, *_SCRATCH)
+        return types.SimpleNamespace(**{"sinks": None} | dict(zip(names, refs, strict=True)))
 
     def _launcher(self) -> Any:
         cfg, warpgroups = self.cfg, self.cfg.warpgroups
-        own = [mosaic.tile(warpgroups, mosaic.ROWS, self.e)] if cfg.own_output else []
         scratch = [
             mosaic.tile(warpgroups, mosaic.ROWS, self.d),
             mosaic.tile(cfg.num_stages, cfg.block_k, self.d),
             mosaic.tile(cfg.num_stages, cfg.block_k, self.e),
-            *own,
+            mosaic.tile(warpgroups, mosaic.ROWS, self.e),
             plgpu.SMEM((warpgroups, mosaic.ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=warpgroups),
             plgpu.Barrier(num_barriers=cfg.num_stages),

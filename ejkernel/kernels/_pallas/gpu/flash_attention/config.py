@@ -29,7 +29,6 @@ class Config:
     num_stages: int = 2  # tiles of keys, and as many of values
     registers: int = 240  # a thread that computes
     load_registers: int = 24  # a thread that loads
-    own_output: bool = True  # results have shared memory of their own, not that of the queries
     turns: bool = True  # warpgroups issue their products one after the other
     section: int = 32  # MiB of keys and values that programs work on at a time
     num_programs: int = 132  # one a multiprocessor
@@ -41,9 +40,7 @@ class Config:
             raise ValueError(f"`Config`: block_k={self.block_k!r} must be 64 or 128.")
         most = (_MOST_BARRIERS - 2 * self.warpgroups) // 2
         if not 2 <= self.num_stages <= most:
-            raise ValueError(
-                f"`Config`: num_stages={self.num_stages!r} must be 2 to {most} with {self.block_q=}."
-            )
+            raise ValueError(f"`Config`: num_stages={self.num_stages!r} must be 2 to {most}.")
         for name in ("registers", "load_registers"):
             value = getattr(self, name)
             if not 24 <= value <= 256 or value % 8:
@@ -72,7 +69,7 @@ def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
         queries = cfg.num_stages * cfg.block_q * (d + e + 4)  # with two vectors of float32
         ds, dq = 2 * cfg.block_k * cfg.block_q, 2 * cfg.block_q * d
         return 2 * (keys + queries + ds + dq) + 4096
-    queries = cfg.block_q * (d + (e if cfg.own_output else 0))
+    queries = cfg.block_q * (d + e)  # and results
     keys = cfg.num_stages * cfg.block_k * (d + e)
     return 2 * (queries + keys) + 4 * cfg.block_q + 4096
 
@@ -91,21 +88,25 @@ _GUESSES: dict[int, tuple[dict[str, Any], ...]] = {
         {"block_q": 128, "turns": False},
         {"block_q": 128, "block_k": 64, "num_stages": 3},
     ),
+    # tiles of 128 keys do not fit
     192: (
-        {"block_q": 128, "own_output": False},
+        {"block_q": 128, "block_k": 64, "num_stages": 3},
         {"block_q": 128, "block_k": 64},
     ),
 }
 
 
-# Of backward; blocks of other sizes would need other kernels.
-_BACKWARD_BLOCK_Q = {64: 128, 128: 64}
 _BACKWARD_GUESSES: tuple[dict[str, Any], ...] = (
     {"section": 40},
     {"section": 16},
     {"section": 80},
     {"section": 40, "registers": 232, "load_registers": 40},
 )
+
+
+def _backward_block_q(args: Any) -> int:
+    """Its two warpgroups compute 64 x 64 values of dq each."""
+    return 128 if args.query.shape[-1] == 64 else 64
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
@@ -130,7 +131,7 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
 def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
     """Why a config of another call cannot serve this one."""
     if direction == BACKWARD:
-        block_q = _BACKWARD_BLOCK_Q.get(args.query.shape[-1])
+        block_q = _backward_block_q(args)
         if (cfg.block_q, cfg.block_k) != (block_q, 128):
             return f"needs {block_q} queries and 128 keys in a tile"
     limit = _device.shared_memory(CAPABILITY)
@@ -143,9 +144,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
 def testing(args: Any, direction: str) -> Config:
     """Small tiles for a few programs, which an interpreter runs."""
     if direction == BACKWARD:
-        return Config(block_q=_BACKWARD_BLOCK_Q[args.query.shape[-1]], num_programs=2)
-    own = args.query.shape[-1] < 192
-    return Config(block_q=128, block_k=64, num_programs=2, own_output=own)
+        return Config(block_q=_backward_block_q(args), num_programs=2)
+    return Config(block_q=128, block_k=64, num_programs=2)
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:

@@ -30,7 +30,7 @@ _LOG2_E = math.log2(math.e)
 # which tiles of keys and of values are free. Mosaic uses those before.
 _TURN = 5
 _PAIR = 2 * mosaic.WARPGROUP  # threads of two warpgroups
-# Sums of weights that a fixed reference may have: the row's own maximum has weight 1, less rounding.
+# Sums of weights that a fixed reference may give: the maximum has weight 1, less rounding.
 _LEAST, _MOST = 0.5, 2.0**100
 
 
@@ -119,7 +119,11 @@ class Kernel:
 
         def block(i: Any, carry: Any) -> Any:
             slot = self._slot(first + i)
-            at = (tile.batch, pl.ds((tile.blocks.top - 1 - i) * self.block_k, self.block_k), kv_head)
+            at = (
+                tile.batch,
+                pl.ds((tile.blocks.top - 1 - i) * self.block_k, self.block_k),
+                kv_head,
+            )
             is_used = first + i >= self.stages
             for kind, (gmem, smem, full) in enumerate(
                 (
@@ -198,8 +202,7 @@ class Kernel:
         state = self._loop(at, state, mine.edge - 1, mine.inner, None, self.running)
         if self.call.has_left:
             state = self._loop(at, state, mine.inner - 1, mine.bottom, "left", self.running)
-        if self.call.cfg.own_output:
-            plgpu.barrier_arrive(refs.q_free.at[warpgroup])
+        plgpu.barrier_arrive(refs.q_free.at[warpgroup])
         slot = self._slot(last - mine.bottom)
         plgpu.barrier_wait(refs.v_full.at[slot])
         self._take_turn(warpgroup)
@@ -321,9 +324,6 @@ class Kernel:
         plgpu.copy_smem_to_gmem(o_smem, refs.out.at[tile.batch, rows, tile.head])
         lse_gmem = refs.lse.at[tile.batch, tile.head, rows]
         plgpu.copy_smem_to_gmem(refs.lse_smem.at[warpgroup], lse_gmem)
-        if not self.call.cfg.own_output:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(refs.q_free.at[warpgroup])
 
 
 def _along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -337,5 +337,3 @@ def forward(args: Any, cfg: Any) -> tuple[Any, Any]:
     out, lse = made.launch_again(Kernel(made, running=True), flags, out, lse)
     out, lse = made.taken(out, lse)
     return ((out, lse) if args.return_lse else (out,)), (lse,)
-
-
