@@ -144,3 +144,37 @@ def test_gradients(name):
 @pytest.mark.parametrize("name", SLOW)
 def test_gradients_of_more_calls(name):
     check(*SLOW[name])
+
+
+@interpreted
+@pytest.mark.slow
+def test_exact_weights_bear_large_scores():
+    shape = (1, 70, 70, 1, 1, 128)
+    check(shape, {"causal": True}, kernels=(True,))
+    check(shape, {"causal": True, "softmax_scale": 400.0}, kernels=(True,))
+
+
+@interpreted
+@pytest.mark.slow
+def test_large_scores_take_exact_weights():
+    from ejkernel.kernels._pallas.gpu.flash_attention import bwd, config
+
+    args = make((1, 70, 70, 1, 1, 128), causal=True, softmax_scale=400.0)
+    made = harness.solve(SPEC, args)
+    outputs = SPEC.reference_fn()(args)
+    cfg = config.testing(args, "backward")
+    found = jax.jit(
+        lambda: bwd.backward(args, cfg, outputs, outputs[1:], made.cotangents, WANTED),
+        compiler_options=harness.QUICK,
+    )()
+    harness.assert_close_to_oracle(_oracle.answer(SPEC, args, outputs, found), made)
+
+
+@interpreted
+@pytest.mark.slow
+def test_no_races():
+    from ejkernel import _contexts
+
+    with _contexts.detect_races(True):
+        check((1, 130, 130, 2, 1, 128), {"causal": True})
+        check((1, 260, 130, 1, 1, 64), {})

@@ -63,11 +63,11 @@ class Shared(NamedTuple):
 
 
 class Barriers(NamedTuple):
+    """Of the tile of keys, and of blocks of queries with all that belongs to them."""
+
     keys_loaded: Any
-    q_loaded: Any
-    dout_loaded: Any
-    q_read: Any
-    dout_read: Any
+    loaded: Any
+    read: Any
 
 
 class Refs(NamedTuple):
@@ -114,9 +114,11 @@ class Kernel:
             rows=plgpu.SMEM((stages, block_q), jnp.float32),
             neg_delta=plgpu.SMEM((stages, block_q), jnp.float32),
         )
-        loaded = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-        read = plgpu.Barrier(num_arrivals=bwd_plan.WARPGROUPS, num_barriers=stages)
-        barriers = Barriers(plgpu.Barrier(num_arrivals=2), loaded, loaded, read, read)
+        barriers = Barriers(
+            keys_loaded=plgpu.Barrier(num_arrivals=2),
+            loaded=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+            read=plgpu.Barrier(num_arrivals=bwd_plan.WARPGROUPS, num_barriers=stages),
+        )
         made = launch.launch(
             self,
             operands,
@@ -158,18 +160,15 @@ class Kernel:
             rows = pl.ds((place.bounds.first + j) * plan.block_q, plan.block_q)
             tile, vector = (place.batch, rows, head), (place.batch, head, rows)
 
-            def copy(gmem: Any, smem: Any, loaded: Any) -> None:
-                plgpu.copy_gmem_to_smem(gmem, smem.at[slot], loaded.at[slot])
-
-            def wait(read: Any) -> None:
-                pl.when(number >= plan.num_stages)(lambda: plgpu.barrier_wait(read.at[slot]))
-
-            wait(barriers.q_read)
-            copy(operands.q.at[tile], shared.q, barriers.q_loaded)
-            copy(operands.rows.at[vector], shared.rows, barriers.q_loaded)
-            wait(barriers.dout_read)
-            copy(operands.dout.at[tile], shared.dout, barriers.dout_loaded)
-            copy(operands.neg_delta.at[vector], shared.neg_delta, barriers.dout_loaded)
+            is_used = number >= plan.num_stages
+            pl.when(is_used)(lambda: plgpu.barrier_wait(barriers.read.at[slot]))
+            for gmem, smem in (
+                (operands.q.at[tile], shared.q),
+                (operands.rows.at[vector], shared.rows),
+                (operands.dout.at[tile], shared.dout),
+                (operands.neg_delta.at[vector], shared.neg_delta),
+            ):
+                plgpu.copy_gmem_to_smem(gmem, smem.at[slot], barriers.loaded.at[slot])
 
         def of_head(r: Any, carry: None) -> None:
             first, head = r * place.count, place.key_head * plan.group + r
@@ -240,7 +239,7 @@ class _Compute:
         self._publish_ds(ds, zero)
         own, q = self.shared.ds.at[0, self.own], self.shared.q.at[slot]
         dk, dv = self.products.first_keys(own, q, dk, dv)
-        self._release(slot)
+        plgpu.barrier_arrive(self.barriers.read.at[slot])
         return dk, dv
 
     def _step(self, r: Any, j: Any, sums: Any, masked: bool) -> Any:
@@ -260,14 +259,13 @@ class _Compute:
             at = jnp.where(is_first, self.place.count, j) - 1
             self._add(dq, jnp.where(is_first, r - 1, r), at)
         dk = self.products.finish(dk)
-        self._release(slot)
+        plgpu.barrier_arrive(self.barriers.read.at[slot])
         return dk, dv
 
     def _ds(self, slot: Any, j: Any, dv: Any, masked: bool) -> Any:
         """ds [keys, queries], and dv with the product of this step under way."""
         shared = self.shared
-        plgpu.barrier_wait(self.barriers.q_loaded.at[slot])
-        plgpu.barrier_wait(self.barriers.dout_loaded.at[slot])
+        plgpu.barrier_wait(self.barriers.loaded.at[slot])
         rows, neg_delta = (
             plgpu.load(x.at[slot], layout=mosaic.COLUMN) for x in (shared.rows, shared.neg_delta)
         )
@@ -333,10 +331,6 @@ class _Compute:
             plgpu.copy_smem_to_gmem(buffer, self.results.dq.at[self.place.tile, *at])
         else:
             plgpu.copy_smem_to_gmem(buffer, self.results.dq.at[at], reduction_op="add")
-
-    def _release(self, slot: Any) -> None:
-        plgpu.barrier_arrive(self.barriers.q_read.at[slot])
-        plgpu.barrier_arrive(self.barriers.dout_read.at[slot])
 
     def _store(self, dk: Any, dv: Any) -> None:
         """Writes dk and dv, through the memory of keys and values."""

@@ -94,8 +94,6 @@ _GUESSES: dict[int, tuple[dict[str, Any], ...]] = {
         {"block_q": 128, "block_k": 64},
     ),
 }
-
-
 _BACKWARD_GUESSES: tuple[dict[str, Any], ...] = (
     {"section": 40},
     {"section": 16},
@@ -114,7 +112,7 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     programs = _device.multiprocessors(target.capability or CAPABILITY) or 132
     d = args.query.shape[-1]
     if direction == BACKWARD:
-        block_q = _BACKWARD_BLOCK_Q[d]
+        block_q = _backward_block_q(args)
         return tuple(Config(block_q=block_q, num_programs=programs, **g) for g in _BACKWARD_GUESSES)
     made = [Config(num_programs=programs, **g) for g in _GUESSES[d]]
     rows = -(-max(args.query.shape[1], 1) // _ROWS) * _ROWS
