@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
 
+from ejkernel._device import Target
 from ejkernel.kernels import _oracle, _spec, kernel_registry
 from ejkernel.kernels._pallas.gpu._blocks import probe
 from tests.kernels import harness
 
+H200 = Target(kind="gpu", model="NVIDIA H200", capability="9.0")
 WANTED = frozenset({"query", "key", "value"})
 SPEC = kernel_registry.spec("flash_attention")
 interpreted = pytest.mark.skipif(
@@ -178,3 +182,92 @@ def test_no_races():
     with _contexts.detect_races(True):
         check((1, 130, 130, 2, 1, 128), {"causal": True})
         check((1, 260, 130, 1, 1, 64), {})
+
+
+LOWERED = {
+    "causal": ((2, 512, 512, 4, 4, 128), {"causal": True, "return_lse": False}),
+    "full": ((2, 512, 512, 4, 4, 64), {}),
+    "odd": ((1, 500, 301, 4, 2, 128), {"causal": True}),
+    "window": ((1, 500, 500, 4, 1, 64), {"sliding_window": (100, 30), "softmax_aux": 1}),
+    "short": ((1, 3, 5, 1, 1, 128), {}),
+}
+
+
+def lower(args, cfg):
+    """The backward of a call, lowered for an H200."""
+    from ejkernel.kernels._pallas.gpu.flash_attention import bwd
+
+    def gradients(args, outputs, lse, cotangents):
+        return bwd.backward(args, cfg, outputs, (lse,), cotangents, WANTED)
+
+    shapes = jax.eval_shape(SPEC.reference_fn(), dataclasses.replace(args, return_lse=True))
+    outputs = shapes if args.return_lse else shapes[:1]
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("_",), (AxisType.Explicit,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(gradients).trace(args, outputs, shapes[1], outputs)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def late(names, quick):
+    """Names as parameters of a test, those that are not quick marked."""
+    return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in names]
+
+
+@lowered
+@pytest.mark.parametrize("name", late(LOWERED, ("odd",)))
+def test_lowers_for_a_gpu(name):
+    from ejkernel.kernels._pallas.gpu.flash_attention import config
+
+    shape, options = LOWERED[name]
+    args = make(shape, **options)
+    text = lower(args, config.heuristic(args, "backward", H200))
+    assert text.count("mosaic_gpu") >= 3  # rows, and two kernels of which one does the work
+
+
+@lowered
+@pytest.mark.slow
+def test_every_candidate_lowers():
+    from ejkernel.kernels._pallas.gpu.flash_attention import config
+
+    args = make((1, 500, 500, 2, 1, 128), causal=True)
+    for cfg in config.candidates(args, "backward", H200):
+        assert config.misfit(args, "backward", cfg, H200) is None
+        lower(args, cfg)
+
+
+@interpreted
+@pytest.mark.slow
+def test_after_its_own_forward():
+    entry = harness.find_entry("flash_attention", "pallas/gpu")
+    args = make((1, 140, 140, 2, 1, 64), causal=True)
+    made = harness.solve(SPEC, args)
+    actual = harness.run_entry(
+        entry, made, harness.configs(entry, args, "testing"), compiler_options=harness.QUICK
+    )
+    harness.assert_close_to_oracle(actual, made)
+
+
+REFUSED = {
+    "logits_soft_cap": ((1, 64, 64, 1, 1, 64), {"logits_soft_cap": 5.0}),
+    "varies": ((1, 64, 64, 1, 1, 64), {"deterministic": True}),
+}
+
+
+@lowered
+@pytest.mark.parametrize("reason", REFUSED)
+def test_gradients_are_refused_with_the_reason(reason):
+    entry = harness.find_entry("flash_attention", "pallas/gpu")
+    shape, options = REFUSED[reason]
+    args = make(shape, **options)
+    assert entry.why_not(args, H200) is None
+    assert reason in entry.why_not(args, H200, direction="backward")
+
+
+@lowered
+def test_blocks_of_other_sizes_are_refused():
+    from ejkernel.kernels._pallas.gpu.flash_attention import config
+
+    args = make((1, 64, 64, 1, 1, 128))
+    with pytest.raises(ValueError, match="block_q=64"):
+        lower(args, config.Config(block_q=128))
