@@ -91,6 +91,8 @@ _GUESSES: dict[int, tuple[dict[str, Any], ...]] = {
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device; a call with few queries has small tiles of them."""
+    if target.kind == "cpu":  # more warpgroups than that may wait for a thread of the interpreter
+        return (testing(args, direction),)
     programs = _device.multiprocessors(target.capability or CAPABILITY) or 132
     made = [Config(num_programs=programs, **g) for g in _GUESSES[args.query.shape[-1]]]
     rows = -(-max(args.query.shape[1], 1) // _ROWS) * _ROWS
