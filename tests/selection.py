@@ -20,6 +20,8 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_cudnn.py": ("flash_attention",),
     "tests/kernels/test_edges.py": ("flash_attention",),
     "tests/kernels/test_gpu.py": ("flash_attention",),
+    "tests/kernels/test_pallas_gpu.py": ("flash_attention",),
+    "tests/kernels/test_pallas_gpu_lowers.py": ("flash_attention",),
     "tests/kernels/test_pallas_tpu.py": ("flash_attention",),
     "tests/kernels/test_tpu_linear_recurrence.py": _LINEAR,
     "tests/kernels/test_tpu_mean_pooling.py": ("mean_pooling",),

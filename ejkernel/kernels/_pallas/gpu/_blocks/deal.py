@@ -12,10 +12,13 @@ _OVERHEAD = 1.0
 def section(pairs: int, tiles: int, bytes_a_pair: int, group: int, limit: int, ctas: int) -> int:
     """How many (batch, head) pairs run at a time, so that their keys and values stay in L2.
 
-    All heads that share keys count once; a section has a tile for every program at least.
+    All heads that share keys count once; a section has a tile for every program at least. Sections
+    are about equal: a short last one would end with its long tiles.
     """
     fitting = max(1, limit // max(bytes_a_pair, 1)) * group
-    return min(pairs, max(fitting, -(-ctas // tiles)))
+    most = min(pairs, max(fitting, -(-ctas // tiles)))
+    even = -(-pairs // -(-pairs // most))
+    return min(pairs, -(-even // group) * group)
 
 
 @functools.lru_cache(maxsize=64)
