@@ -56,7 +56,7 @@ test-kernels: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' tests/kernels $(ONE_OP) --device-results benchmarks/results/cpu_matrix.json
 
 # A short suite for the other Python versions.
-SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py tests/kernels/test_pallas_gpu.py tests/kernels/test_pallas_gpu_lowers.py
+SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py tests/kernels/test_pallas_gpu.py tests/kernels/test_pallas_gpu_backward.py tests/kernels/test_pallas_gpu_lowers.py
 
 smoke: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' $(SMOKE)

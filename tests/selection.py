@@ -21,6 +21,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_edges.py": ("flash_attention",),
     "tests/kernels/test_gpu.py": ("flash_attention",),
     "tests/kernels/test_pallas_gpu.py": ("flash_attention",),
+    "tests/kernels/test_pallas_gpu_backward.py": ("flash_attention",),
     "tests/kernels/test_pallas_gpu_lowers.py": ("flash_attention",),
     "tests/kernels/test_pallas_tpu.py": ("flash_attention",),
     "tests/kernels/test_tpu_linear_recurrence.py": _LINEAR,

@@ -6,21 +6,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh, AxisType
 
 from ejkernel._device import Target
 from ejkernel.kernels import _oracle, _spec, kernel_registry
 from ejkernel.kernels._pallas.gpu._blocks import probe
+from ejkernel.kernels._pallas.gpu.flash_attention import config
 from tests.kernels import harness
 
-H200 = Target(kind="gpu", model="NVIDIA H200", capability="9.0")
+H200 = Target("gpu", "NVIDIA H200", "9.0")
 WANTED = frozenset({"query", "key", "value"})
 SPEC = kernel_registry.spec("flash_attention")
 interpreted = pytest.mark.skipif(
     probe.why_not_interpreted() is not None, reason=str(probe.why_not_interpreted())
 )
 lowered = pytest.mark.skipif(probe.why_not() is not None, reason=str(probe.why_not()))
+
+
+@pytest.fixture(autouse=True)
+def _usable_interpreter():
+    """A kernel that failed in the interpreter spoils those that follow, unless it is reset."""
+    yield
+    if probe.why_not_interpreted() is None:
+        from ejkernel.kernels._pallas.gpu._blocks import mosaic
+
+        mosaic.reset_interpreter()
+
+
 # batch, lengths, heads, key heads and head size; options
 CASES = {
     "causal_grouped_sinks": ((1, 70, 140, 2, 1, 128), {"causal": True, "softmax_aux": 2}),
@@ -53,7 +64,7 @@ def make(shape, dtype=jnp.bfloat16, **options):
 
 def run(args, made, kernels=(False,)):
     """Gradients by the twin from the oracle's outputs, and by its exact weights or not."""
-    from ejkernel.kernels._pallas.gpu.flash_attention import bwd, config
+    from ejkernel.kernels._pallas.gpu.flash_attention import bwd
 
     with_lse = dataclasses.replace(args, return_lse=True)
     out, lse = SPEC.reference_fn()(with_lse)
@@ -161,7 +172,7 @@ def test_exact_weights_bear_large_scores():
 @interpreted
 @pytest.mark.slow
 def test_large_scores_take_exact_weights():
-    from ejkernel.kernels._pallas.gpu.flash_attention import bwd, config
+    from ejkernel.kernels._pallas.gpu.flash_attention import bwd
 
     args = make((1, 70, 70, 1, 1, 128), causal=True, softmax_scale=400.0)
     made = harness.solve(SPEC, args)
@@ -196,15 +207,14 @@ LOWERED = {
 def lower(args, cfg):
     """The backward of a call, lowered for an H200."""
     from ejkernel.kernels._pallas.gpu.flash_attention import bwd
+    from tests.kernels.test_pallas_gpu_lowers import on_an_h200
 
     def gradients(args, outputs, lse, cotangents):
         return bwd.backward(args, cfg, outputs, (lse,), cotangents, WANTED)
 
     shapes = jax.eval_shape(SPEC.reference_fn(), dataclasses.replace(args, return_lse=True))
     outputs = shapes if args.return_lse else shapes[:1]
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    mesh = AbstractMesh((1,), ("_",), (AxisType.Explicit,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with on_an_h200():
         traced = jax.jit(gradients).trace(args, outputs, shapes[1], outputs)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -217,8 +227,6 @@ def late(names, quick):
 @lowered
 @pytest.mark.parametrize("name", late(LOWERED, ("odd",)))
 def test_lowers_for_a_gpu(name):
-    from ejkernel.kernels._pallas.gpu.flash_attention import config
-
     shape, options = LOWERED[name]
     args = make(shape, **options)
     text = lower(args, config.heuristic(args, "backward", H200))
@@ -228,8 +236,6 @@ def test_lowers_for_a_gpu(name):
 @lowered
 @pytest.mark.slow
 def test_every_candidate_lowers():
-    from ejkernel.kernels._pallas.gpu.flash_attention import config
-
     args = make((1, 500, 500, 2, 1, 128), causal=True)
     for cfg in config.candidates(args, "backward", H200):
         assert config.misfit(args, "backward", cfg, H200) is None
@@ -266,8 +272,6 @@ def test_gradients_are_refused_with_the_reason(reason):
 
 @lowered
 def test_blocks_of_other_sizes_are_refused():
-    from ejkernel.kernels._pallas.gpu.flash_attention import config
-
     args = make((1, 64, 64, 1, 1, 128))
     with pytest.raises(ValueError, match="block_q=64"):
         lower(args, config.Config(block_q=128))
