@@ -176,6 +176,28 @@ def test_the_public_function_takes_it_by_name():
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (found, expected)), atol=0.03)
 
 
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("sinks", [None, "shared", "mapped"])
+def test_vmap(sinks):
+    values = {n: x for n, x in arrays(65, 65, batch=4).items() if n != "return_lse"}
+    split = [x.reshape(2, 2, *x.shape[1:]) for x in values.values()]
+    given = jnp.asarray([[[0.5]], [[2.0]]])
+    axis = 0 if sinks == "mapped" else None
+    extra = None if sinks is None else given if axis == 0 else given[0]
+
+    def attend(platform):
+        def one(query, key, value, sink):
+            both = {"softmax_aux": sink, "causal": True, "platform": platform}
+            return flash_attention(query, key, value, **both)
+
+        return jax.vmap(one, in_axes=(0, 0, None, axis))(*split[:2], split[2][0], extra)
+
+    with _settings.override(interpret=True):
+        found, expected = (attend(p).astype(jnp.float32) for p in ("pallas", "xla"))
+    np.testing.assert_allclose(found, expected, atol=0.03)
+
+
 # What is refused
 
 

@@ -316,6 +316,7 @@ def twin_product(acc: jax.Array | None, left: Any, right: Any) -> jax.Array:
     shape = (left.shape[0], right.shape[1])
     if isinstance(left, jax.Array):  # the interpreter's `plgpu.wgmma` takes tiles only
         made = jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # a product needs no fence between its reads and a later copy
     else:
 
         def multiply(acc_ref: Any) -> jax.Array:

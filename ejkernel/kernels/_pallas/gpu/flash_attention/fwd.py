@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels._pallas.gpu._blocks import mosaic
+from ejkernel.kernels._pallas.gpu._blocks import batching, mosaic
 from ejkernel.kernels._pallas.gpu.flash_attention import call, steps
 
 _ROWS = mosaic.ROWS
@@ -332,8 +332,14 @@ def _along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def forward(args: Any, cfg: Any) -> tuple[Any, Any]:
     """Outputs, and the logsumexp for backward."""
-    made = call.Call(args, cfg)
-    out, lse, flags = made.launch(Kernel(made, running=False))
-    out, lse = made.launch_again(Kernel(made, running=True), flags, out, lse)
-    out, lse = made.taken(out, lse)
+    arrays = args.arrays()
+
+    def run(*values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = call.Call(args.with_arrays(dict(zip(arrays, values, strict=True))), cfg)
+        out, lse, flags = made.launch(Kernel(made, running=False))
+        out, lse = made.launch_again(Kernel(made, running=True), flags, out, lse)
+        return made.taken(out, lse)
+
+    sinks = [i for i, name in enumerate(arrays) if name == "softmax_aux"]
+    out, lse = batching.joins_batch(run, sinks)(*arrays.values())
     return ((out, lse) if args.return_lse else (out,)), (lse,)
