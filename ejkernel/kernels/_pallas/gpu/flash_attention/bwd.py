@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._pallas.gpu._blocks import launch
+from ejkernel.kernels._pallas.gpu._blocks import batching, launch
 from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan, bwd_rows, bwd_tiles
 
 # Up to this logsumexp, starting scores from -lse / scale changes weights by 5e-4 of themselves, an
@@ -29,55 +29,65 @@ def backward(
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[jax.Array, ...],
     wanted: frozenset[str],
+    kernels: Sequence[bool] = (False, True),
 ) -> dict[str, jax.Array]:
-    """Gradients of the wanted arguments."""
+    """Gradients of the wanted arguments; `kernels` launched are those with exact weights or not."""
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _gradients(args, cfg, kernels, *arrays)
+
     (lse,) = residuals
-    large = jnp.max(jnp.where(jnp.isneginf(lse), 0.0, jnp.abs(lse)), initial=0.0) > _LARGE
-    return gradients(args, cfg, outputs, lse, cotangents, wanted, large, (False, True))
-
-
-def gradients(
-    args: Any,
-    cfg: Any,
-    outputs: tuple[jax.Array, ...],
-    lse: jax.Array,
-    cotangents: tuple[jax.Array, ...],
-    wanted: frozenset[str],
-    exact: jax.Array,
-    kernels: Sequence[bool],
-) -> dict[str, jax.Array]:
-    """With `exact` weights or not; `kernels` are those of the two that are launched."""
-    plan = plan_of(args, cfg)
-    # the interpreter takes no part of a block, which TMA fills with zeros and leaves unwritten
-    rows_q, rows_k = (plan.block_q, bwd_plan.TILE_KEYS) if plan.twin else (_TILE_ROWS, _TILE_ROWS)
-    q, out, dout = (
-        _padded(x.astype(jnp.bfloat16), rows_q, plan.block_q)
-        for x in (args.query, outputs[0], cotangents[0])
-    )
-    k, v = (_padded(x, rows_k, bwd_plan.TILE_KEYS) for x in (args.key, args.value))
-    rows = bwd_rows.prepare(plan, out, dout, lse, cotangents[1] if args.return_lse else None)
-    flag = exact.astype(jnp.int32).reshape(1)
-    results = bwd_tiles.Results(rows.dq, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype))
-    for is_exact in kernels:
-        of_rows = (rows.lse if is_exact else rows.start, rows.neg_delta)
-        operands = bwd_tiles.Operands(q, k, v, dout, *of_rows, flag)
-        results = bwd_tiles.Kernel(plan, is_exact).launch(operands, results)
-    dq = results.dq.sum(axis=0) if plan.twin else results.dq
-    made = {
-        "query": (dq[:, : plan.num_q] * plan.scale).astype(jnp.bfloat16),
-        "key": results.dk[:, : plan.num_k],
-        "value": results.dv[:, : plan.num_k],
-    }
+    arrays = (args.query, args.key, args.value, outputs[0], cotangents[0], lse)
+    dlse = cotangents[1:] if args.return_lse else ()
+    *found, delta = batching.joins_batch(run)(*arrays, *dlse)
+    made = dict(zip(("query", "key", "value"), found, strict=True))
     if "softmax_aux" in wanted:
-        delta = -rows.neg_delta[:, :, : plan.num_q]
         made["softmax_aux"] = _attention.sink_gradient(args, lse, delta)
     return {name: made[name] for name in wanted}
 
 
-def plan_of(args: Any, cfg: Any) -> bwd_plan.Plan:
+def _gradients(
+    args: Any,
+    cfg: Any,
+    kernels: Sequence[bool],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    dlse: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """dq, dk, dv, and delta [b, h, t]."""
+    plan = plan_of(args, cfg, query, key)
+    # the interpreter takes no part of a block, which TMA fills with zeros and leaves unwritten
+    rows_q, rows_k = (plan.block_q, bwd_plan.TILE_KEYS) if plan.twin else (_TILE_ROWS, _TILE_ROWS)
+    q, out, dout = (
+        _padded(x.astype(jnp.bfloat16), rows_q, plan.block_q) for x in (query, out, dout)
+    )
+    k, v = (_padded(x, rows_k, bwd_plan.TILE_KEYS) for x in (key, value))
+    rows = bwd_rows.prepare(plan, out, dout, lse, dlse)
+    largest = jnp.max(jnp.where(jnp.isneginf(lse), 0.0, jnp.abs(lse)))
+    exact = largest > _LARGE if len(kernels) > 1 else jnp.asarray(kernels[0])
+    results = bwd_tiles.Results(rows.dq, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype))
+    for is_exact in kernels:
+        of_rows = (rows.lse if is_exact else rows.start, rows.neg_delta)
+        flag = exact.astype(jnp.int32).reshape(1)
+        operands = bwd_tiles.Operands(q, k, v, dout, *of_rows, flag)
+        results = bwd_tiles.Kernel(plan, is_exact).launch(operands, results)
+    dq = results.dq.sum(axis=0) if plan.twin else results.dq
+    return (
+        (dq[:, : plan.num_q] * plan.scale).astype(jnp.bfloat16),
+        results.dk[:, : plan.num_k],
+        results.dv[:, : plan.num_k],
+        -rows.neg_delta[:, :, : plan.num_q],
+    )
+
+
+def plan_of(args: Any, cfg: Any, query: jax.Array, key: jax.Array) -> bwd_plan.Plan:
     """A call as its kernels see it."""
-    batch, t, num_heads, d = args.query.shape
-    _, s, num_groups, _ = args.key.shape
+    batch, t, num_heads, d = query.shape
+    _, s, num_groups, _ = key.shape
     left, right = args.sliding_window
     return bwd_plan.Plan(
         batch=batch,
