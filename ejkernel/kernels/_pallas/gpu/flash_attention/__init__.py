@@ -52,8 +52,6 @@ def backward_requires(args: Any) -> str | None:
     """What only backward cannot do."""
     if args.query.shape[-1] == 192:
         return "has no gradient for a head size of 192: dk and dv would not fit into registers"
-    if args.logits_soft_cap is not None:
-        return "has no gradient with `logits_soft_cap`"
     if args.deterministic:
         return "adds gradients of queries in an order that varies; `deterministic` needs another"
     return None

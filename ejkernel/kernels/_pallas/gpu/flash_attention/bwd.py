@@ -32,6 +32,8 @@ def backward(
     kernels: Sequence[bool] = (False, True),
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments; `kernels` launched are those with exact weights or not."""
+    if args.logits_soft_cap is not None:  # it is applied to scores alone
+        kernels = (True,)
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return _gradients(args, cfg, kernels, *arrays)
@@ -97,6 +99,7 @@ def plan_of(args: Any, cfg: Any, query: jax.Array, key: jax.Array) -> bwd_plan.P
         key_heads=num_groups,
         head_dim=d,
         scale=float(args.softmax_scale),
+        cap=None if args.logits_soft_cap is None else float(args.logits_soft_cap),
         # nothing is farther away, and sums of indices fit into 32 bits
         left=None if left is None else min(left, t + s),
         right=None if right is None else min(right, t + s),

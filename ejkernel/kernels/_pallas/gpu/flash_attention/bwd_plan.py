@@ -38,6 +38,7 @@ class Plan:
     key_heads: int
     head_dim: int
     scale: float
+    cap: float | None  # of scores
     left: int | None
     right: int | None
     block_q: int

@@ -26,19 +26,22 @@ class Products:
     Scores start from `rows` = -lse / scale, which saves an addition each. If `exact`, they start
     from 0 and `rows` are the logsumexps: that takes more instructions, but no score is so large
     that its rounding matters. Either way a row without a logsumexp has weights of 0: `rows` is
-    -inf there, or inf if `exact`.
+    -inf there, or inf if `exact`. A `cap` needs `exact`.
     """
 
     block_q: int
     scale: float
     exact: bool
+    cap: float | None = None
 
     @property
     def tile(self) -> tuple[int, int]:
         return (mosaic.ROWS, self.block_q)
 
     def scores(self, k: Any, v: Any, q: Any, dout: Any, rows: Any, neg_delta: Any) -> Any:
-        """Weights [k, q] and, under way, dp - delta [k, q]."""
+        """Weights [k, q] and, under way, dp - delta [k, q], times the slope of a cap."""
+        if self.cap is not None:
+            return self._capped(*self._dots(k, v, q, dout, neg_delta), rows)
         vectors = (mosaic.COLUMN, mosaic.COLUMN)
 
         @mosaic.inlined((*(mosaic.TILE,) * 4, *vectors), (_values(self.tile), _sums(self.tile)))
@@ -64,6 +67,36 @@ class Products:
             return mosaic.pinned(x.exp2(approx=True)), dp
 
         return issue(k, v, q, dout, rows, neg_delta)
+
+    def _dots(self, k: Any, v: Any, q: Any, dout: Any, neg_delta: Any) -> Any:
+        """Products of queries and keys [k, q], and dp - delta, finished."""
+        types = (*(mosaic.TILE,) * 4, mosaic.COLUMN)
+
+        @mosaic.inlined(types, (_values(self.tile), _values(self.tile)))
+        def issue(k: Any, v: Any, q: Any, dout: Any, neg_delta: Any) -> Any:
+            dp = mosaic.as_accumulator(mosaic.along_columns(neg_delta, self.tile))
+            dp = mosaic.pinned(dp)
+            mosaic.fence()
+            x = mosaic.product(None, k, mosaic.transposed(q))
+            dp = mosaic.product(dp, v, mosaic.transposed(dout))
+            mosaic.commit()
+            mosaic.wait(0)
+            x, dp = mosaic.pinned(x, dp)
+            return mosaic.as_wgmma(x), mosaic.as_wgmma(dp)
+
+        return issue(k, v, q, dout, neg_delta)
+
+    def _capped(self, x: Any, dp: Any, rows: Any) -> Any:
+        """The results of `scores` from those of `_dots`."""
+        rows = lax.broadcast_in_dim(rows, self.tile, [1])
+        # tanh by exp2, since the instruction for it has 11 bits
+        grown = jnp.exp2(x * (2.0 * LOG2_E * self.scale / self.cap))
+        share = 1.0 - 2.0 / (1.0 + grown)
+        p = jnp.exp2((jnp.minimum(self.cap * share, rows) - rows) * LOG2_E)
+        return p, self._as_sums(dp * (1.0 - share * share))
+
+    def _as_sums(self, values: Any) -> Any:
+        return plgpu.layout_cast(values, mosaic.ACCUMULATOR)
 
     def weigh(self, p: Any, dp: Any, dout: Any, dv: Any) -> Any:
         """The rounded ds [k, q] and, under way, dv."""
@@ -137,7 +170,7 @@ class Products:
         return wait(sums)[0]
 
     def zeros(self, shape: tuple[int, int]) -> jax.Array:
-        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.ACCUMULATOR)
+        return self._as_sums(jnp.zeros(shape, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,12 +178,18 @@ class Twin(Products):
     """The same steps one after the other."""
 
     def scores(self, k: Any, v: Any, q: Any, dout: Any, rows: Any, neg_delta: Any) -> Any:
-        rows, neg_delta = (lax.broadcast_in_dim(x, self.tile, [1]) for x in (rows, neg_delta))
-        dp = mosaic.twin_product(neg_delta, v, dout.transpose((1, 0)))
-        x = mosaic.twin_product(None if self.exact else rows, k, q.transpose((1, 0)))
+        x, dp = self._dots(k, v, q, dout, neg_delta)
+        if self.cap is not None:
+            return self._capped(x, dp, rows)
+        rows = lax.broadcast_in_dim(rows, self.tile, [1])
         if self.exact:
             return jnp.exp2((jnp.minimum(x * self.scale, rows) - rows) * LOG2_E), dp
-        return jnp.exp2(x * (self.scale * LOG2_E)), dp
+        return jnp.exp2((rows + x) * (self.scale * LOG2_E)), dp
+
+    def _dots(self, k: Any, v: Any, q: Any, dout: Any, neg_delta: Any) -> Any:
+        neg_delta = lax.broadcast_in_dim(neg_delta, self.tile, [1])
+        x = mosaic.twin_product(None, k, q.transpose((1, 0)))
+        return x, mosaic.twin_product(neg_delta, v, dout.transpose((1, 0)))
 
     def weigh(self, p: Any, dp: Any, dout: Any, dv: Any) -> Any:
         dv = mosaic.twin_product(dv, p.astype(jnp.bfloat16), dout)
@@ -168,8 +207,8 @@ class Twin(Products):
     def finish(self, sums: Any) -> Any:
         return sums
 
-    def zeros(self, shape: tuple[int, int]) -> jax.Array:
-        return jnp.zeros(shape, jnp.float32)
+    def _as_sums(self, values: Any) -> Any:
+        return values
 
 
 def _values(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:

@@ -97,7 +97,7 @@ class Kernel:
     @property
     def products(self) -> bwd_products.Products:
         kind = bwd_products.Twin if self.plan.twin else bwd_products.Products
-        return kind(self.plan.block_q, self.plan.scale, self.exact)
+        return kind(self.plan.block_q, self.plan.scale, self.exact, self.plan.cap)
 
     def launch(self, operands: Operands, results: Results) -> Results:
         """Adds to `dq` and writes `dk` and `dv`, unless `operands.exact` names the other kernel."""
