@@ -440,9 +440,10 @@ def _takes_args(fn: Callable[..., Any]) -> bool:
     return list(inspect.signature(fn).parameters)[:2] == ["args", "cfg"]
 
 
-def _rank(entry: KernelEntry) -> tuple[int, int, str]:
+def _rank(entry: KernelEntry) -> tuple[int, bool, bool, str]:
     # hand-written kernels before XLA's; the tuner decides by measurement
-    return -entry.priority, entry.platform == Platform.XLA, entry.name
+    by_name = entry.by_name is not None
+    return -entry.priority, entry.platform == Platform.XLA, by_name, entry.name
 
 
 kernel_registry = KernelRegistry()
