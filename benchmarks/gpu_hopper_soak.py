@@ -4,11 +4,13 @@ python benchmarks/gpu_hopper_soak.py
 compute-sanitizer --tool memcheck python benchmarks/gpu_hopper_soak.py --runs 2 --small
 compute-sanitizer --tool racecheck python benchmarks/gpu_hopper_soak.py --runs 2 --small
 
-Every call is compared with XLA's once. Then it runs again and again: output and logsumexp must have
-the same bits each time. A hang shows as a call that does not end. Needs an H100 or H200.
+Every call is compared with XLA's once. Then it runs again and again: output, logsumexp and the
+gradients of keys and values must have the same bits each time. Those of queries are added in an
+order that varies. A hang shows as a call that does not end. Needs an H100 or H200.
 """
 
 import argparse
+import functools
 import sys
 import time
 
@@ -59,14 +61,15 @@ def check(name, sizes, runs):
     """Whether a call gives right numbers, and the same bits in every run."""
     arrays, options = call(*sizes)
     ours = kernel_registry.get("flash_attention", "pallas", "gpu")
-    run = jax.jit(lambda *xs: ours(*xs, **options))
-    expected = jax.jit(lambda *xs: flash_attention(*xs, **options, platform="xla"))(*arrays)
+    wanted = (0, 1, 2) if arrays[0].shape[-1] != 192 else ()
+    run = jax.jit(lambda *xs: _results(ours, xs, options, wanted))
+    xla = functools.partial(flash_attention, platform="xla")
+    expected = jax.jit(lambda *xs: _results(xla, xs, options, wanted))(*arrays)
     first = jax.block_until_ready(run(*arrays))
-    finite = [
-        jnp.where(jnp.isfinite(y), x - y, x != y) for x, y in zip(first, expected, strict=True)
-    ]
-    error = max(float(jnp.abs(x).max()) for x in finite)
-    same = jax.jit(lambda a, b: jnp.stack([_bits(x, y) for x, y in zip(a, b, strict=True)]).all())
+    error = max(_error(x, y) for x, y in zip(first, expected, strict=True))
+    # the last result is the gradient of queries
+    compared = len(first) - 1 if wanted else len(first)
+    same = jax.jit(lambda a, b: jnp.stack([_bits(a[i], b[i]) for i in range(compared)]).all())
     start, repeats = time.time(), True
     for _ in range(runs):
         repeats &= bool(same(first, run(*arrays)))
@@ -76,6 +79,28 @@ def check(name, sizes, runs):
     sys.stdout.write(f"{name:16s} {verdict}: error {error:.1e}, {runs} runs in {seconds:.0f} s\n")
     sys.stdout.flush()
     return good
+
+
+def _results(attention, arrays, options, wanted):
+    """Output and logsumexp, then gradients: of keys, of values, of queries."""
+
+    def both(*xs):
+        out, lse = attention(*xs, **options)
+        seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(seen)), (out, lse)
+
+    if not wanted:
+        return both(*arrays)[1]
+    (dq, dk, dv), outputs = jax.grad(both, wanted, has_aux=True)(*arrays)
+    return *outputs, dk, dv, dq
+
+
+def _error(x, y):
+    """The largest error, relative to the largest number if that exceeds 1."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    finite = jnp.isfinite(y)
+    errors = jnp.where(finite, jnp.abs(x - y), x != y)
+    return float(errors.max() / jnp.maximum(jnp.where(finite, jnp.abs(y), 0.0).max(), 1.0))
 
 
 def _bits(x, y):

@@ -19,7 +19,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.core.types import AbstractArgs
 from ejkernel.xla_utils.manual import type_like, vary_alike
@@ -78,21 +77,7 @@ with contextlib.suppress(ImportError, AttributeError):
 
     dispatch.prim_requires_devices_during_lowering.add(linear_map_p)
 linear_map_p.def_abstract_eval(lambda *_, linear, num_residuals, out_avals: list(out_avals))
-_lowered = mlir.lower_fun(_run, multiple_results=True)
-
-
-def _lower(ctx, *operands, **params):
-    """Interpreted kernels may order their callbacks: an order within the map is enough."""
-    if _settings.current().interpret:
-        from jax._src import callback
-        from jax._src.interpreters.mlir import TokenSet
-
-        tokens = dict.fromkeys((callback._OrderedIOEffect, *ctx.tokens_in.effects()))
-        ctx = ctx.replace(tokens_in=TokenSet.create(tuple(tokens)))
-    return _lowered(ctx, *operands, **params)
-
-
-mlir.register_lowering(linear_map_p, _lower)
+mlir.register_lowering(linear_map_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def linear_map(linear: LinearMap, residuals: Arrays, tangents: Arrays, out_avals: Sequence[Any]):
