@@ -297,7 +297,9 @@ class OpKernel(Kernel):
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         if inv.platform == "auto":
             entries, others = kernel_registry.for_target(self.op, inv.target)
-            others |= {e.name: e.by_name for e in entries if e.by_name is not None}
+            for entry in entries:
+                if (reason := entry.why_not_unasked(inv.target)) is not None:
+                    others[entry.name] = reason
             taken = [entry for entry in entries if entry.by_name is None]
             made = [entry.implementation(inv.target, inv.backend) for entry in taken]
             return made + [_refusing(name, reason) for name, reason in others.items()]

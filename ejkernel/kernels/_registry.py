@@ -80,6 +80,13 @@ class KernelEntry:
             reason = self.backward_requires(args)
         return reason
 
+    def why_not_unasked(self, target: _device.Target | None) -> str | None:
+        """Why calls that ask for no platform never take this kernel; None when they may."""
+        if self.by_name is None:
+            return None
+        there = None if target is None else why_not_on(self.platform, self.backend, target)
+        return there or self.by_name
+
     def runs_on(self, target: _device.Target) -> bool:
         """Whether this is a kernel for a device, itself or interpreted."""
         return why_not_on(self.platform, self.backend, target) is None

@@ -1,6 +1,7 @@
 """Attention for Hopper in Mosaic's interpreter: twins of the inlined steps share all other code."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def _usable_interpreter():
         mosaic.reset_interpreter()
 
 
-def arrays(t, s, heads=1, groups=1, d=64, e=64, batch=1, factor=1.0):
+def arrays(t, s, heads=1, groups=1, d=64, e=64, batch=1, factor=1.0) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(3), 3)
     normal = lambda key, *shape: jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
     return {
@@ -174,11 +175,12 @@ def test_no_races():
 
 @interpreted
 def test_the_registry_gives_it_by_name():
-    values = arrays(65, 65) | {"causal": True}
+    values: dict[str, Any] = {**arrays(65, 65), "causal": True}
     with _settings.override(interpret=True):
         found, _ = kernel_registry.get(OP, "pallas", "gpu")(**values)
         expected, _ = flash_attention(**values, platform="xla")
-    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (found, expected)), atol=0.03)
+    found, expected = (x.astype(jnp.float32) for x in (found, expected))
+    np.testing.assert_allclose(found, expected, atol=0.03)
 
 
 @interpreted
@@ -196,7 +198,8 @@ def test_vmap(sinks):
             attention = kernel_registry.get(OP, *platform)
             return attention(query, key, value, softmax_aux=sink, causal=True)
 
-        return jax.vmap(one, in_axes=(0, 0, None, axis))(*split[:2], split[2][0], extra)
+        query, key, value = split
+        return jax.vmap(one, in_axes=(0, 0, None, axis))(query, key, value[0], extra)
 
     with _settings.override(interpret=True):
         found, expected = (attend(p).astype(jnp.float32) for p in (("pallas", "gpu"), ("xla",)))
@@ -241,21 +244,22 @@ def test_refused_architectures(target):
 
 def test_old_versions_of_jax_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert "needs JAX 0.11 or newer" in probe.why_not.__wrapped__()
+    assert "needs JAX 0.11 or newer" in str(probe.why_not.__wrapped__())
 
 
 # Configurations
 
 
 def test_configs_check_themselves():
-    for wrong in (
+    wrongs: tuple[dict[str, Any], ...] = (
         {"block_q": 100},
         {"block_q": 128, "block_k": 96},
         {"block_q": 128, "num_stages": 4},
         {"block_q": 192},  # 240 registers are too many for three warpgroups
         {"block_q": 128, "registers": 100},
         {"block_q": 128, "section": 0},
-    ):
+    )
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="Config"):
             config.Config(**wrong)
 
@@ -277,7 +281,7 @@ def test_auto_never_takes_it():
     kernel = flash_attention_kernel()
     inv = invocation(kernel, "auto")
     found = {i.name: i.why_not(inv.call, "forward") for i in kernel.implementations(inv)}
-    assert "platform='pallas'" in found["pallas/gpu"]
+    assert "platform='pallas'" in str(found["pallas/gpu"])
     named = invocation(kernel, "pallas")
     (mine,) = (i for i in kernel.implementations(named) if i.name == "pallas/gpu")
     assert mine.why_not(named.call, "forward") == probe.why_not()

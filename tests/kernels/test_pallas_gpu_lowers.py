@@ -35,7 +35,8 @@ def on_an_h200():
 
 def call(d, lengths, options):
     def values():
-        made = arrays(*lengths, 4, 2, d, SIZES[d], 2) | options
+        t, s = lengths
+        made = arrays(t, s, 4, 2, d, SIZES[d], 2) | options
         if made.pop("sinks", False):
             made["softmax_aux"] = jax.numpy.ones((4, 1))
         return make(made)

@@ -127,7 +127,7 @@ def any_set(values: jax.Array, layout: Any, index: Any, num_threads: int, twin: 
             f"bar.red.or.pred any, $2, {num_threads}, mine; selp.b32 $0, 1, 0, any; }}"
         )
         operands = [found, barrier.registers[()]]
-        made = llvm.inline_asm(i32, operands, ptx, "=r,r,r", has_side_effects=True)
+        made: Any = llvm.inline_asm(i32, operands, ptx, "=r,r,r", has_side_effects=True)
         return (_Array.splat(made, (), is_signed=True),)
 
     return reduce(values, jnp.asarray(index, jnp.int32))[0]
@@ -291,7 +291,7 @@ def _issue(acc: list[Any], left: list[Any], right: Any, width: int, a: Any, b: A
     )
     kinds = ["=f"] * count + tied + ["r" if from_registers else "l"] * len(left) + ["l"]
     single = ir.VectorType.get((1,), ir.F32Type.get())
-    made = llvm.inline_asm(
+    made: Any = llvm.inline_asm(
         llvm.StructType.get_literal([single] * count),
         [*acc, *left, right],
         ptx,
@@ -323,7 +323,8 @@ def twin_product(acc: jax.Array | None, left: Any, right: Any) -> jax.Array:
             plgpu.wgmma(acc_ref, left, right)
             return acc_ref[...]
 
-        made = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+        acc_type = plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+        made = pl.run_scoped(multiply, acc_type)
     return made if acc is None else acc + made
 
 

@@ -82,7 +82,8 @@ class Reach:
         return functools.reduce(operator.and_, limits) if limits else None
 
     def sees_left(self, rows: Any, keys: Any) -> Any:
-        """The same for keys that the other limits leave visible."""
+        """The same for keys that the other limits leave visible; there is a limit to the left."""
+        assert self.left is not None
         return keys >= rows + (self.offset - self.left)
 
 

@@ -25,6 +25,7 @@ from ejkernel.kernels._pallas.gpu._blocks import batching, mosaic
 from ejkernel.kernels._pallas.gpu.flash_attention import call, steps
 
 _ROWS = mosaic.ROWS
+_load: Any = plgpu.load  # its signature differs between versions of JAX
 _LOG2_E = math.log2(math.e)
 # Named barriers from here on: whose turn it is to issue products, one of each warpgroup's own, and
 # which tiles of keys and of values are free. Mosaic uses those before.
@@ -73,10 +74,10 @@ class Kernel:
         """Whether this program has a flagged tile."""
         cta = lax.axis_index("cta")
         strided = plgpu.Layout.WG_STRIDED((self.call.deal.shape[1],), vec_size=1)
-        found = plgpu.load(refs.flags.at[0, cta], layout=strided)
+        found = _load(refs.flags.at[0, cta], layout=strided)
         for i in range(1, self.warpgroups):
-            found = found | plgpu.load(refs.flags.at[i, cta], layout=strided)
-        items = plgpu.load(refs.deal.at[cta], layout=strided)
+            found = found | _load(refs.flags.at[i, cta], layout=strided)
+        items = _load(refs.deal.at[cta], layout=strided)
         found = jnp.where(items >= 0, found, 0)  # beyond the list nobody wrote flags
         return mosaic.any_set(found, strided, self.own, self.threads, self.twin) > 0
 
