@@ -56,7 +56,7 @@ test-kernels: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' tests/kernels $(ONE_OP) --device-results benchmarks/results/cpu_matrix.json
 
 # A short suite for the other Python versions.
-SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py
+SMOKE := tests/test_import.py tests/ops/test_kernel.py tests/ops/test_registry.py tests/kernels/test_effects.py tests/kernels/test_transforms.py tests/kernels/test_pallas_gpu.py tests/kernels/test_pallas_gpu_backward.py tests/kernels/test_pallas_gpu_lowers.py
 
 smoke: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup -m 'not slow' $(SMOKE)
@@ -73,8 +73,8 @@ bench-tpu: $(VENV)/.test
 	$(BIN)/python benchmarks/tpu_static.py $(if $(SAVE),--out benchmarks/results/tpu_static.json) $(BENCH)
 
 # Needs a GPU, in the Python that is named; measures beside the peers that it has, file by file.
-# The memory checker has a script of its own kind among them.
-GPU_BENCHMARKS := $(filter-out %/gpu_memcheck.py,$(wildcard benchmarks/gpu_*.py))
+# Two scripts of another kind stand among them: for a memory checker, and for many repetitions.
+GPU_BENCHMARKS := $(filter-out %/gpu_memcheck.py %/gpu_hopper_soak.py,$(wildcard benchmarks/gpu_*.py))
 
 bench-gpu:
 	@for f in $(GPU_BENCHMARKS); do echo "$$f"; name=$$(basename $$f .py); \

@@ -12,7 +12,7 @@ from ejkernel.bench import Bar, Workload
 from ejkernel.bench._workloads import AUTO, BEST
 from ejkernel.kernels._specs._work_attention import qkv
 
-_TRITON = "triton/gpu"
+_TRITON, _HOPPER = "triton/gpu", "pallas/gpu"
 _TOKENS = 16384
 # heads, key heads, head size
 _MODELS = ((16, 16, 128), (32, 32, 64), (32, 8, 128))
@@ -30,6 +30,16 @@ def name(batch, length, heads, groups, d, mask):
     return f"B{batch} S{length} H{heads}{'' if heads == groups else f'/{groups}'} d{d} {mask}"
 
 
+def _hopper_bars(model, length, causal):
+    """Floors of the Hopper kernel, which runs where its platform is asked for."""
+    heads, groups, d = model
+    if causal:
+        both = 1.0 if heads == groups and d == 128 else 0.95
+        bars = ((1.08, "fwd"), (both, "fwd+bwd")) if length >= 4096 else ()
+        return tuple(Bar(least, "jla", of=_HOPPER, modes=(mode,)) for least, mode in bars)
+    return (Bar(1.10, "jax.nn cuDNN", of=_HOPPER, modes=("fwd",)),) if length == 4096 else ()
+
+
 def shape(model, length, causal):
     heads, groups, d = model
     sizes = (_TOKENS // length, length, heads, groups, d)
@@ -38,7 +48,11 @@ def shape(model, length, causal):
         name(*sizes, "causal" if causal else "full"),
         lambda dtype, key: qkv(dtype, key, *sizes, {"causal": causal}),
         dtype="bfloat16",
-        bars=(Bar(_FORWARD_BARS[d], "jax.nn cuDNN", of=_TRITON, modes=("fwd",)), *_BARS),
+        bars=(
+            Bar(_FORWARD_BARS[d], "jax.nn cuDNN", of=_TRITON, modes=("fwd",)),
+            *_hopper_bars(model, length, causal),
+            *_BARS,
+        ),
     )
 
 

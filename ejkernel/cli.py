@@ -221,7 +221,8 @@ def _list(arguments: argparse.Namespace) -> int:
         for entry, cell in cells.items() if op in (None, name) else ():
             honours = cell["honours"] if cell["honours"] == "all" else ", ".join(cell["honours"])
             backward = {"own": "own", "jax": "JAX's", None: "none"}[cell["backward"]]
-            checked = ", ".join(cell["checked"])
+            only = ["only by its name"] if cell.get("by_name") else []
+            checked = ", ".join([*cell["checked"], *only])
             row = (name, entry, backward, honours, checked, cell["version"])
             rows.append((*row, cell.get("through", "")))
     _table(("op", "entry", "backward", "acts on", "checked", "version", "through"), rows)

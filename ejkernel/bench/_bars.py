@@ -6,6 +6,7 @@ from typing import Any
 
 from ejkernel.bench._results import OURS, Document, Row, Verdict
 from ejkernel.bench._workloads import AUTO, BEST, CEILING, TFLOPS, Bar, Workload
+from ejkernel.kernels import kernel_registry
 
 Again = Callable[[Sequence[str]], dict[str, list[float]]]
 
@@ -70,10 +71,18 @@ def _of_mode(workload: Workload, row: Row) -> list[Bar]:
 def _measured(row: Row, name: str) -> Any:
     """A program that has a number; "auto" may be one of the entries."""
     if name == BEST:
-        ours = [p for p in row.programs if p.kind == OURS and p.median and p.name != AUTO]
+        others = {AUTO, *_only_by_name(row.op)}
+        ours = [p for p in row.programs if p.kind == OURS and p.median and p.name not in others]
         return min(ours, key=lambda p: p.median or 0.0, default=None)
     found = row.program(row.auto if name == AUTO else name)
     return found if found is not None and found.median is not None else None
+
+
+def _only_by_name(op: str) -> set[str]:
+    """Entries that "auto" does not take, however fast they are."""
+    if op not in kernel_registry.ops():
+        return set()
+    return {entry.name for entry in kernel_registry.list(op) if entry.by_name is not None}
 
 
 def _ratio(of: Any, beside: Any) -> float | None:

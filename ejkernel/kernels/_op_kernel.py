@@ -289,14 +289,19 @@ class OpKernel(Kernel):
     def _entries(self, inv: Invocation) -> Sequence[KernelEntry]:
         """The kernels to choose from, of the platform that a call asks for."""
         if inv.platform == "auto":
-            return kernel_registry.for_target(self.op, inv.target)[0]
+            found, _ = kernel_registry.for_target(self.op, inv.target)
+            return [entry for entry in found if entry.by_name is None]
         every = kernel_registry.list(self.op)
         return [e for e in every if inv.platform in (e.platform, e.name)]
 
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         if inv.platform == "auto":
             entries, others = kernel_registry.for_target(self.op, inv.target)
-            made = [entry.implementation(inv.target, inv.backend) for entry in entries]
+            for entry in entries:
+                if (reason := entry.why_not_unasked(inv.target)) is not None:
+                    others[entry.name] = reason
+            taken = [entry for entry in entries if entry.by_name is None]
+            made = [entry.implementation(inv.target, inv.backend) for entry in taken]
             return made + [_refusing(name, reason) for name, reason in others.items()]
         entries = self._entries(inv)
         if not entries:
@@ -306,7 +311,7 @@ class OpKernel(Kernel):
 
 
 def _refusing(name: str, reason: str) -> Implementation:
-    """A kernel that was not imported, since it cannot serve the call."""
+    """A kernel that a call does not reach: it cannot serve it, or is only run by name."""
 
     def forward(args: Any, cfg: Any) -> Any:
         raise UnsupportedError(f"{name}: {reason}")

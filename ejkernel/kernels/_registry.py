@@ -46,6 +46,8 @@ class KernelEntry:
     version: int
     derivative: str
     base: "KernelEntry | None" = None  # of a derived op: the kernel of the base that it runs
+    # why `platform="auto"` does not take it: it runs only where its platform is asked for
+    by_name: str | None = None
     # whether others come first for a call that nobody has measured
     defers: Callable[[Any], bool] = lambda args: False
 
@@ -77,6 +79,13 @@ class KernelEntry:
         if reason is None and direction == BACKWARD:
             reason = self.backward_requires(args)
         return reason
+
+    def why_not_unasked(self, target: _device.Target | None) -> str | None:
+        """Why calls that ask for no platform never take this kernel; None when they may."""
+        if self.by_name is None:
+            return None
+        there = None if target is None else why_not_on(self.platform, self.backend, target)
+        return there or self.by_name
 
     def runs_on(self, target: _device.Target) -> bool:
         """Whether this is a kernel for a device, itself or interpreted."""
@@ -223,8 +232,8 @@ class KernelRegistry:
           priority: Kernels of higher priority are preferred.
           replace: Take the place of a kernel with the same platform, backend and priority.
           **options: `honours`, `requires`, `backward`, `backward_requires`, `device_requires`,
-            `config`, `version`, `derivative` of `KernelEntry`, for functions of the form
-            `fn(args, cfg)`.
+            `config`, `version`, `derivative`, `by_name` of `KernelEntry`, for functions of the
+            form `fn(args, cfg)`.
         """
         written: Platform = member(Platform, platform)
         runs_on: Backend = member(Backend, backend)
@@ -356,7 +365,7 @@ class KernelRegistry:
         entries = [
             e
             for e in self.list(op)
-            if (wanted is None or e.platform == wanted)
+            if (e.by_name is None if wanted is None else e.platform == wanted)
             and (e.runs_on(here) if kind is None else e.backend in (Backend.ANY, kind))
         ]
         if not entries:
@@ -423,6 +432,7 @@ def _options(op: str, platform: Platform, given: dict[str, Any]) -> dict[str, An
         "config": None,
         "version": 1,
         "derivative": "rule",
+        "by_name": None,
         "fn": None,
     }
     if unknown := sorted(set(given) - set(known)):
@@ -437,9 +447,10 @@ def _takes_args(fn: Callable[..., Any]) -> bool:
     return list(inspect.signature(fn).parameters)[:2] == ["args", "cfg"]
 
 
-def _rank(entry: KernelEntry) -> tuple[int, int, str]:
+def _rank(entry: KernelEntry) -> tuple[int, bool, bool, str]:
     # hand-written kernels before XLA's; the tuner decides by measurement
-    return -entry.priority, entry.platform == Platform.XLA, entry.name
+    by_name = entry.by_name is not None
+    return -entry.priority, entry.platform == Platform.XLA, by_name, entry.name
 
 
 kernel_registry = KernelRegistry()

@@ -36,7 +36,9 @@ def _cell(entry: KernelEntry) -> dict[str, Any]:
         "honours": "all" if entry.honours is None else sorted(entry.honours),
         "checked": [*_checks(entry), *(f"measured on {name}" for name in _measured(entry))],
         "version": entry.version,
-    } | ({} if entry.base is None else {"through": entry.base.op})
+        **({} if entry.base is None else {"through": entry.base.op}),
+        **({} if entry.by_name is None else {"by_name": True}),
+    }
 
 
 def _checks(entry: KernelEntry) -> list[str]:

@@ -32,6 +32,7 @@ def rows(targets):
         for op in kernel_registry.ops()
         for entry in kernel_registry.list(op)
         for target in targets.get(entry.platform, ())
+        if target.startswith("tpu") == (entry.backend == "tpu")  # Mosaic GPU compiles on a GPU
         for direction in ("forward", "backward")
         if direction == "forward" or entry.backward is not None
         for call in ("example", "options")

@@ -1,0 +1,122 @@
+"""Repeats Hopper attention, and gives a memory checker small calls of it.
+
+python benchmarks/gpu_hopper_soak.py
+compute-sanitizer --tool memcheck python benchmarks/gpu_hopper_soak.py --runs 2 --small
+compute-sanitizer --tool racecheck python benchmarks/gpu_hopper_soak.py --runs 2 --small
+
+Every call is compared with XLA's once. Then it runs again and again: output, logsumexp and the
+gradients of keys and values must have the same bits each time. Those of queries are added in an
+order that varies. A hang shows as a call that does not end. Needs an H100 or H200.
+"""
+
+import argparse
+import functools
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.kernels import kernel_registry
+from ejkernel.modules import flash_attention
+
+# name: batch, queries, keys, heads, key heads, head size, value size, options
+_SMALL = {
+    "causal": (2, 330, 330, 4, 2, 64, 64, {"causal": True}),
+    "full": (1, 257, 130, 2, 2, 128, 128, {}),
+    "more keys": (1, 70, 333, 4, 2, 128, 128, {"causal": True}),
+    "more queries": (1, 333, 70, 4, 2, 128, 128, {"causal": True, "sinks": True}),
+    "window": (1, 700, 700, 2, 1, 128, 128, {"causal": True, "sliding_window": 200}),
+    "both sides": (1, 300, 400, 2, 1, 64, 64, {"sliding_window": (90, 40)}),
+    "cap": (1, 256, 256, 2, 1, 128, 128, {"causal": True, "logits_soft_cap": 30.0}),
+    "192": (1, 256, 256, 2, 2, 192, 128, {"causal": True}),
+    "large scores": (1, 256, 512, 2, 1, 128, 128, {"factor": 32.0}),
+}
+_LARGE = {
+    "d128 4k": (4, 4096, 4096, 16, 16, 128, 128, {"causal": True}),
+    "d128 4k full": (4, 4096, 4096, 16, 16, 128, 128, {}),
+    "d128 4k 32/8": (4, 4096, 4096, 32, 8, 128, 128, {"causal": True}),
+    "d64 4k": (4, 4096, 4096, 32, 32, 64, 64, {"causal": True}),
+    "d192 4k": (2, 4096, 4096, 16, 16, 192, 128, {"causal": True}),
+    "d128 16k": (1, 16384, 16384, 16, 16, 128, 128, {"causal": True}),
+    "16k window": (1, 16384, 16384, 16, 16, 128, 128, {"causal": True, "sliding_window": 1023}),
+    "std 32": (4, 4096, 4096, 16, 16, 128, 128, {"causal": True, "factor": 32.0}),
+}  # fmt: skip
+# Beside XLA's bfloat16 results; the tests compare with a float32 oracle.
+_TOLERANCE = 0.05
+
+
+def call(batch, t, s, heads, groups, d, e, options):
+    """Arrays and options of a call."""
+    keys, options = jax.random.split(jax.random.key(7), 3), dict(options)
+    shapes = ((batch, t, heads, d), (batch, s, groups, d), (batch, s, groups, e))
+    q, k, v = (jax.random.normal(key, x, jnp.bfloat16) for key, x in zip(keys, shapes, strict=True))
+    q = q * jnp.bfloat16(options.pop("factor", 1.0))
+    if options.pop("sinks", False):
+        options["softmax_aux"] = jnp.ones((heads, 1))
+    return (q, k, v), options | {"return_lse": True}
+
+
+def check(name, sizes, runs):
+    """Whether a call gives right numbers, and the same bits in every run."""
+    arrays, options = call(*sizes)
+    ours = kernel_registry.get("flash_attention", "pallas", "gpu")
+    wanted = (0, 1, 2) if arrays[0].shape[-1] != 192 else ()
+    run = jax.jit(lambda *xs: _results(ours, xs, options, wanted))
+    xla = functools.partial(flash_attention, platform="xla")
+    expected = jax.jit(lambda *xs: _results(xla, xs, options, wanted))(*arrays)
+    first = jax.block_until_ready(run(*arrays))
+    error = max(_error(x, y) for x, y in zip(first, expected, strict=True))
+    # the last result is the gradient of queries
+    compared = len(first) - 1 if wanted else len(first)
+    same = jax.jit(lambda a, b: jnp.stack([_bits(a[i], b[i]) for i in range(compared)]).all())
+    start, repeats = time.time(), True
+    for _ in range(runs):
+        repeats &= bool(same(first, run(*arrays)))
+    good = error <= _TOLERANCE and repeats
+    verdict = "ok" if good else "WRONG" if repeats else "DIFFERS FROM RUN TO RUN"
+    seconds = time.time() - start
+    sys.stdout.write(f"{name:16s} {verdict}: error {error:.1e}, {runs} runs in {seconds:.0f} s\n")
+    sys.stdout.flush()
+    return good
+
+
+def _results(attention, arrays, options, wanted):
+    """Output and logsumexp, then gradients: of keys, of values, of queries."""
+
+    def both(*xs):
+        out, lse = attention(*xs, **options)
+        seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(seen)), (out, lse)
+
+    if not wanted:
+        return both(*arrays)[1]
+    (dq, dk, dv), outputs = jax.grad(both, wanted, has_aux=True)(*arrays)
+    return *outputs, dk, dv, dq
+
+
+def _error(x, y):
+    """The largest error, relative to the largest number if that exceeds 1."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    finite = jnp.isfinite(y)
+    errors = jnp.where(finite, jnp.abs(x - y), x != y)
+    return float(errors.max() / jnp.maximum(jnp.where(finite, jnp.abs(y), 0.0).max(), 1.0))
+
+
+def _bits(x, y):
+    kind = jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32
+    return (jax.lax.bitcast_convert_type(x, kind) == jax.lax.bitcast_convert_type(y, kind)).all()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--small", action="store_true", help="only calls that a checker can afford")
+    given = parser.parse_args()
+    calls = _SMALL if given.small else _SMALL | _LARGE
+    results = [check(name, sizes, given.runs) for name, sizes in calls.items()]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Pieces that the Mosaic GPU kernels share."""

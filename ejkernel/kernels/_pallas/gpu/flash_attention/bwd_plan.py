@@ -1,0 +1,142 @@
+"""What a program of the attention backward works on: keys, and the blocks of queries they meet."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.callib import cdiv
+from ejkernel.kernels._pallas.gpu._blocks import mosaic, ranges
+
+WARPGROUPS = 2  # that compute; a third one loads
+TILE_KEYS = WARPGROUPS * mosaic.ROWS
+_PART = mosaic.ROWS * mosaic.ROWS  # values of dq that a warpgroup computes in a step
+
+
+class Bounds(NamedTuple):
+    """Blocks of queries [first, last) meet keys of a tile; those in [full, ragged) see them all."""
+
+    first: Any
+    full: Any
+    ragged: Any
+    last: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes and options of a call, known when its kernels are compiled.
+
+    `left` and `right` limit the distance of keys before and behind a query; None: no limit.
+    """
+
+    batch: int
+    num_q: int
+    num_k: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    scale: float
+    cap: float | None  # of scores
+    left: int | None
+    right: int | None
+    block_q: int
+    num_stages: int
+    registers: tuple[int, int]  # of a thread that computes, and of one that loads
+    section: int  # MiB of queries and their gradients that programs work on at a time
+    num_programs: int  # that run at a time
+    twin: bool  # for JAX's interpreter
+
+    def __post_init__(self) -> None:
+        if self.block_q * self.head_dim != WARPGROUPS * _PART:
+            needed = WARPGROUPS * _PART // self.head_dim
+            raise ValueError(
+                f"`flash_attention`: backward needs block_q={needed} for a head size of "
+                f"{self.head_dim}; got {self.block_q}."
+            )
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.key_heads
+
+    @property
+    def k_tiles(self) -> int:
+        return cdiv(self.num_k, TILE_KEYS)
+
+    @property
+    def padded_q(self) -> int:
+        """Queries in whole blocks."""
+        return cdiv(self.num_q, self.block_q) * self.block_q
+
+    @property
+    def cuts_keys(self) -> bool:
+        """Whether the last tile has rows behind the last key."""
+        return self.num_k % TILE_KEYS != 0
+
+    @property
+    def masks(self) -> bool:
+        """Whether any tile needs a mask.
+
+        Rows behind the last query need none: they have no logsumexp, so that their weights are 0.
+        """
+        return self.cuts_keys or self.left is not None or self.right is not None
+
+    @functools.cached_property
+    def reach(self) -> ranges.Reach:
+        """Which queries a key meets: the roles of queries and keys are exchanged."""
+        return ranges.Reach(self.num_k, self.num_q, self.right, self.left, self.block_q)
+
+    def place(self, program: Any) -> tuple[Any, Any, Any]:
+        """Batch, key head and tile; under a causal mask the longest tiles come first.
+
+        The (batch, key head) pairs of a section take turns: their queries and gradients of queries
+        stay in the L2 cache, and their tiles are enough for all multiprocessors.
+        """
+        pairs = self.batch * self.key_heads
+        bytes_each = 8 * self.group * self.num_q * self.head_dim
+        fitting = max((self.section << 20) // max(bytes_each, 1), 1)
+        section = min(pairs, max(fitting, cdiv(self.num_programs, self.k_tiles)))
+        number, rest = _divmod(program, section * self.k_tiles)
+        width = jnp.minimum(section, pairs - number * section)
+        tile, within = _divmod(rest, width)
+        batch, head = _divmod(number * section + within, self.key_heads)
+        return batch, head, tile
+
+    def bounds(self, tile: Any) -> Bounds:
+        """Of a tile of keys; at least one block, which may see none of them."""
+        key = tile * TILE_KEYS
+        blocks = self.reach.blocks(key, key + (TILE_KEYS - 1))
+        first, last = blocks.bottom, blocks.top
+        full, ragged = first, last
+        offset = self.num_k - self.num_q  # position of the first query
+        if self.right is not None:  # queries from here on see the last key
+            full = _ceil(key + (TILE_KEYS - 1 - self.right - offset), self.block_q)
+        if self.left is not None:  # queries before this one see the first key
+            ragged = _floor(key + (self.left + 1 - offset), self.block_q)
+        if self.cuts_keys:
+            full = jnp.where(tile == self.k_tiles - 1, last, full)
+        full = jnp.clip(full, first, last)
+        return Bounds(first, full, jnp.clip(ragged, full, last), last)
+
+    def sees(self, queries: Any, keys: Any) -> Any:
+        """Whether queries see keys, for arrays of indices of one shape."""
+        seen = self.reach.sees(keys, queries)
+        if not self.cuts_keys:
+            return seen
+        inside = keys < self.num_k
+        return inside if seen is None else seen & inside
+
+
+def _divmod(x: Any, y: Any) -> tuple[Any, Any]:
+    y = jnp.asarray(y, jnp.int32)
+    return lax.div(x, y), lax.rem(x, y)
+
+
+def _floor(row: Any, size: int) -> Any:
+    """The block of a row; 0 for rows before the first."""
+    return lax.div(jnp.maximum(row, 0), jnp.int32(size))
+
+
+def _ceil(row: Any, size: int) -> Any:
+    return _floor(row + (size - 1), size)

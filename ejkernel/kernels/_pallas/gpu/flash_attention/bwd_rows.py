@@ -1,0 +1,109 @@
+"""Before the attention backward: what it needs of every query row, and dq = 0 to add to."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.callib import cdiv
+from ejkernel.kernels._pallas.gpu._blocks import launch, mosaic
+from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan
+
+_ROWS = mosaic.ROWS
+
+
+class Rows(NamedTuple):
+    """Of every query [b, h, t], in whole blocks of queries; rows that see nothing get weights of 0.
+
+    Rows behind the last query see nothing.
+    """
+
+    start: jax.Array  # -lse / scale, with which scores start; -inf if nothing is seen
+    lse: jax.Array  # inf if nothing is seen
+    neg_delta: jax.Array  # dlse - sum(out * dout)
+    dq: jax.Array  # zeros in float32, in the form of `bwd_tiles.Results`
+
+
+def prepare(
+    plan: bwd_plan.Plan, out: jax.Array, dout: jax.Array, lse: jax.Array, dlse: jax.Array | None
+) -> Rows:
+    """`out` and `dout` [b, t, h, d] may be padded, `lse` and `dlse` [b, h, t] are not."""
+    behind = ((0, 0), (0, 0), (0, plan.padded_q - plan.num_q))
+    arrays = [out, dout, jnp.pad(lse, behind, constant_values=-jnp.inf)]
+    if dlse is not None:
+        arrays.append(jnp.pad(dlse.astype(jnp.float32), behind))
+    vectors = (plan.batch, plan.heads, plan.padded_q)
+    tiles = (plan.k_tiles,) if plan.twin else ()
+    made = launch.launch(
+        _Kernel(plan, has_dlse=dlse is not None),
+        arrays,
+        outputs=(*((vectors, jnp.float32),) * 3, ((*tiles, *dout.shape), jnp.float32)),
+        scratch=[
+            mosaic.tile(2, _ROWS, plan.head_dim),
+            plgpu.SMEM((_ROWS, _ROWS), jnp.float32, transforms=mosaic.WIDE_TRANSFORMS),
+            plgpu.SMEM((2, _ROWS), jnp.float32),
+            plgpu.SMEM((3, _ROWS), jnp.float32),
+            plgpu.Barrier(num_arrivals=len(arrays)),
+        ],
+        programs=plan.batch * plan.heads * cdiv(plan.padded_q, _ROWS),
+        warpgroups=1,
+    )
+    return Rows(*made)
+
+
+class _Kernel:
+    """A program, one warpgroup, has 64 rows of a head."""
+
+    def __init__(self, plan: bwd_plan.Plan, has_dlse: bool):
+        self.plan, self.has_dlse = plan, has_dlse
+
+    def __call__(self, out: Any, dout: Any, lse: Any, *refs: Any) -> None:
+        (dlse, *refs) = refs if self.has_dlse else (None, *refs)
+        *vectors, dq, tiles, zeros, loads, stores, loaded = refs
+        plan = self.plan
+        blocks, heads = cdiv(plan.padded_q, _ROWS), plan.heads
+        pair, block = _divmod(lax.axis_index("cta"), blocks)
+        batch, head = _divmod(pair, heads)
+        rows = pl.ds(block * _ROWS, _ROWS)
+        for i, gmem in enumerate((out, dout)):
+            plgpu.copy_gmem_to_smem(gmem.at[batch, rows, head], tiles.at[i], loaded)
+        for i, gmem in enumerate((lse, dlse)):
+            if gmem is not None:
+                plgpu.copy_gmem_to_smem(gmem.at[batch, head, rows], loads.at[i], loaded)
+        blank = jnp.zeros((_ROWS, _ROWS), jnp.float32)
+        zeros[...] = plgpu.layout_cast(blank, mosaic.WGMMA)
+        plgpu.commit_smem()
+        for column in range(0, plan.head_dim, _ROWS):
+            at = (batch, rows, head, pl.ds(column, _ROWS))
+            for tile in range(plan.k_tiles) if plan.twin else (None,):
+                plgpu.copy_smem_to_gmem(zeros, dq.at[at if tile is None else (tile, *at)])
+        plgpu.barrier_wait(loaded)
+        found = self._found(tiles, loads)
+        for i, value in enumerate(found):
+            stores.at[i][...] = value
+        plgpu.commit_smem()
+        for i, gmem in enumerate(vectors):
+            plgpu.copy_smem_to_gmem(stores.at[i], gmem.at[batch, head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _found(self, tiles: Any, loads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """start, lse and neg_delta of 64 rows."""
+        out, dout = (
+            plgpu.load(tiles.at[i], layout=mosaic.WGMMA).astype(jnp.float32) for i in range(2)
+        )
+        neg_delta = -jnp.sum(out * dout, axis=1)
+        lse = plgpu.load(loads.at[0], layout=mosaic.ROW)
+        if self.has_dlse:
+            neg_delta = neg_delta + plgpu.load(loads.at[1], layout=mosaic.ROW)
+        is_empty = lse == -jnp.inf
+        start = jnp.where(is_empty, lse, lse * (-1.0 / self.plan.scale))
+        # a row that saw no key has output 0 whatever its cotangent is
+        neg_delta = jnp.where(is_empty, 0.0, neg_delta)
+        return start, jnp.where(is_empty, jnp.inf, lse), neg_delta
+
+
+def _divmod(x: Any, y: int) -> tuple[Any, Any]:
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))

@@ -1,0 +1,320 @@
+"""Attention for Hopper in Mosaic's interpreter: twins of the inlined steps share all other code."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import _settings
+from ejkernel._device import Target
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels import _oracle, kernel_registry
+from ejkernel.kernels._pallas.gpu._blocks import probe
+from ejkernel.kernels._pallas.gpu.flash_attention import config
+from ejkernel.modules import flash_attention
+from tests.kernels import harness
+
+OP = "flash_attention"
+SPEC = kernel_registry.spec(OP)
+ENTRY = harness.find_entry(OP, "pallas/gpu")
+H200, A100 = Target("gpu", "NVIDIA H200", "9.0"), Target("gpu", "NVIDIA A100", "8.0")
+SMALL = config.Config(block_q=128, block_k=64, num_programs=2)
+
+needs_interpreter = pytest.mark.skipif(
+    probe.why_not_interpreted() is not None,
+    reason="needs the Mosaic GPU interpreter of JAX 0.12",
+)
+
+
+def interpreted(test):
+    """A wrong barrier makes a kernel wait for ever."""
+    return needs_interpreter(pytest.mark.timeout(150)(test))
+
+
+@pytest.fixture(autouse=True)
+def _usable_interpreter():
+    """A kernel that failed in the interpreter spoils those that follow, unless it is reset."""
+    yield
+    if probe.why_not_interpreted() is None:
+        from ejkernel.kernels._pallas.gpu._blocks import mosaic
+
+        mosaic.reset_interpreter()
+
+
+def arrays(t, s, heads=1, groups=1, d=64, e=64, batch=1, factor=1.0) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(3), 3)
+    normal = lambda key, *shape: jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+    return {
+        "query": normal(keys[0], batch, t, heads, d) * jnp.bfloat16(factor),
+        "key": normal(keys[1], batch, s, groups, d),
+        "value": normal(keys[2], batch, s, groups, e),
+        "return_lse": True,
+    }
+
+
+def make(values):
+    return SPEC.canonicalize(SPEC.unpack(SPEC.complete(values)))
+
+
+def assert_matches(values, cfg=SMALL):
+    args = make(values)
+    made = _oracle.solve(SPEC, args, (), harness.QUICK)
+    with jax.numpy_rank_promotion("raise"):
+        outputs, residuals = jax.jit(lambda args: ENTRY.fn(args, cfg))(args)
+    harness.assert_close_to_oracle(_oracle.answer(SPEC, args, outputs, {}), made)
+    assert residuals[0].shape == (args.query.shape[0], args.query.shape[2], args.query.shape[1])
+    return outputs
+
+
+# Numbers
+
+CASES = {
+    # odd lengths, grouped heads, several tiles a program, more queries than keys: empty rows
+    "causal": (arrays, (130, 70, 2, 1), {"causal": True, "sinks": 2.0}),
+    # two masked blocks of keys, whose maximum is the reference
+    "offset_and_window": (arrays, (70, 203), {"causal": True, "sliding_window": 70}),
+}
+MORE = {
+    "full": (arrays, (128, 128, 2, 2), {}),
+    "odd": (arrays, (100, 77, 2, 1), {}),
+    "causal_equal": (arrays, (256, 256, 2, 1), {"causal": True}),
+    "both_sides": (arrays, (200, 250), {"sliding_window": (70, 30)}),
+    "cap": (arrays, (128, 128), {"causal": True, "logits_soft_cap": 5.0}),
+    "batch": (arrays, (65, 65, 1, 1, 64, 64, 3), {"causal": True}),
+    "d128": (arrays, (128, 192, 2, 1, 128, 128), {"causal": True}),
+    "d192": (arrays, (128, 192, 1, 1, 192, 128), {"causal": True}),
+    "one": (arrays, (1, 1), {"causal": True}),
+    "one_query": (arrays, (1, 130), {"causal": True}),
+    "scale": (arrays, (64, 64), {"softmax_scale": 0.3}),
+}
+
+
+def values_of(case):
+    make_arrays, sizes, options = case
+    made = make_arrays(*sizes) | options
+    if (sink := made.pop("sinks", None)) is not None:
+        heads = made["query"].shape[2]
+        made["softmax_aux"] = jnp.full((heads, 1), sink) + jnp.arange(heads)[:, None]
+    return made
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES)
+def test_numbers(case):
+    assert_matches(values_of(CASES[case]))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE)
+def test_more_numbers(case):
+    assert_matches(values_of(MORE[case]))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        config.Config(block_q=64, block_k=64, num_programs=1, turns=False),
+        config.Config(block_q=128, block_k=128, num_stages=3, num_programs=3),
+        config.Config(block_q=128, block_k=64, turns=False, num_programs=2),
+        config.Config(block_q=192, registers=160, load_registers=32, num_programs=2),
+        config.Config(block_q=192, block_k=64, registers=160, load_registers=32, num_programs=1),
+    ],
+)
+def test_every_kind_of_config(cfg):
+    assert_matches(values_of((arrays, (330, 330, 2, 1), {"causal": True})), cfg)
+
+
+@interpreted
+def test_sums_that_overflow_are_computed_again(monkeypatch):
+    """Scores that grow away from the reference overflow; without the second launch nan stays."""
+    values = arrays(64, 192)
+    # of the last block of keys, which the kernel sees first, scores are near zero
+    growing = jnp.where(jnp.arange(192) < 128, 40.0, 0.01)[None, :, None, None]
+    values["key"] = (values["key"] * growing).astype(jnp.bfloat16)
+    values["query"] = values["query"] * jnp.bfloat16(8.0)
+    assert_matches(values)
+    from ejkernel.kernels._pallas.gpu.flash_attention import call
+
+    monkeypatch.setattr(call.Call, "launch_again", lambda self, kernel, flags, *out: out)
+    with pytest.raises(AssertionError):
+        assert_matches(values)
+
+
+@interpreted
+@pytest.mark.slow
+def test_many_rows_out_of_range():
+    assert_matches(arrays(128, 256, factor=60.0))
+    assert_matches(arrays(128, 256, factor=60.0) | {"causal": True, "sliding_window": 100})
+
+
+@interpreted
+@pytest.mark.slow
+def test_values_whose_sums_overflow():
+    values = arrays(64, 128)
+    values["value"] = values["value"] * jnp.bfloat16(1e35)
+    assert_matches(values)
+
+
+@interpreted
+@pytest.mark.slow
+def test_no_races():
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    from ejkernel.callib import _pallas
+
+    with _pallas.detect_races():
+        assert_matches(values_of((arrays, (192, 192, 2, 1), {"causal": True})))
+    assert not gpu_callbacks.get_races().races_found
+
+
+@interpreted
+def test_the_registry_gives_it_by_name():
+    values: dict[str, Any] = {**arrays(65, 65), "causal": True}
+    with _settings.override(interpret=True):
+        found, _ = kernel_registry.get(OP, "pallas", "gpu")(**values)
+        expected, _ = flash_attention(**values, platform="xla")
+    found, expected = (x.astype(jnp.float32) for x in (found, expected))
+    np.testing.assert_allclose(found, expected, atol=0.03)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("sinks", [None, "shared", "mapped"])
+def test_vmap(sinks):
+    values = {n: x for n, x in arrays(65, 65, batch=4).items() if n != "return_lse"}
+    split = [x.reshape(2, 2, *x.shape[1:]) for x in values.values()]
+    given = jnp.asarray([[[0.5]], [[2.0]]])
+    axis = 0 if sinks == "mapped" else None
+    extra = None if sinks is None else given if axis == 0 else given[0]
+
+    def attend(platform):
+        def one(query, key, value, sink):
+            attention = kernel_registry.get(OP, *platform)
+            return attention(query, key, value, softmax_aux=sink, causal=True)
+
+        query, key, value = split
+        return jax.vmap(one, in_axes=(0, 0, None, axis))(query, key, value[0], extra)
+
+    with _settings.override(interpret=True):
+        found, expected = (attend(p).astype(jnp.float32) for p in (("pallas", "gpu"), ("xla",)))
+    np.testing.assert_allclose(found, expected, atol=0.03)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attention_mask": np.ones((1, 1, 64, 64), bool)}, "does not honour"),
+        ({"bias": np.zeros((1, 1, 64, 64), np.float32)}, "does not honour"),
+        ({"alibi_slopes": np.ones(1, np.float32)}, "does not honour"),
+        ({"dropout_prob": 0.1, "dropout_seed": 1}, "does not honour"),
+        ({"q_segment_ids": np.zeros((1, 64), np.int32)}, "does not honour"),
+        ({"cum_seqlens_q": np.asarray([0, 64], np.int32)}, "does not honour"),
+        ({"softmax_scale": -1.0}, "positive softmax_scale"),
+    ],
+)
+def test_refused_options(options, reason):
+    args = make(arrays(64, 64) | options)
+    assert reason in (ENTRY.why_not(args, H200) or "")
+
+
+def test_refused_types_and_sizes():
+    values = arrays(64, 64)
+    halves = {n: x.astype(jnp.float16) for n, x in values.items() if n != "return_lse"}
+    assert "needs bfloat16" in ENTRY.why_not(make(halves), H200)
+    assert "head sizes" in ENTRY.why_not(make(arrays(64, 64, d=96, e=96)), H200)
+    assert "not empty" in ENTRY.why_not(make(arrays(0, 64)), H200)
+
+
+@pytest.mark.parametrize("target", [A100, Target("gpu", "NVIDIA B200", "10.0"),
+                                    Target("gpu", "AMD Instinct MI300X", "gfx942")])  # fmt: skip
+def test_refused_architectures(target):
+    reason = ENTRY.why_not(make(arrays(64, 64)), target)
+    assert "compute capability 9.0" in reason
+    assert target.capability in reason
+
+
+def test_old_versions_of_jax_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert "needs JAX 0.11 or newer" in str(probe.why_not.__wrapped__())
+
+
+# Configurations
+
+
+def test_configs_check_themselves():
+    wrongs: tuple[dict[str, Any], ...] = (
+        {"block_q": 100},
+        {"block_q": 128, "block_k": 96},
+        {"block_q": 128, "num_stages": 4},
+        {"block_q": 192},  # 240 registers are too many for three warpgroups
+        {"block_q": 128, "registers": 100},
+        {"block_q": 128, "section": 0},
+    )
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="Config"):
+            config.Config(**wrong)
+
+
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128)])
+def test_candidates_fit(d, e):
+    args = make(arrays(256, 256, d=d, e=e))
+    found = ENTRY.candidates(args, "forward", H200)
+    assert len(found) >= 2
+    assert all(config.shared_bytes(args, "forward", cfg) <= 227 << 10 for cfg in found)
+    assert {cfg.num_programs for cfg in found} == {132}
+    assert found[0] == ENTRY.heuristic(args, "forward", H200)
+
+
+# Only by its name
+
+
+def test_auto_never_takes_it():
+    kernel = flash_attention_kernel()
+    inv = invocation(kernel, "auto")
+    found = {i.name: i.why_not(inv.call, "forward") for i in kernel.implementations(inv)}
+    assert "platform='pallas'" in str(found["pallas/gpu"])
+    named = invocation(kernel, "pallas")
+    (mine,) = (i for i in kernel.implementations(named) if i.name == "pallas/gpu")
+    assert mine.why_not(named.call, "forward") == probe.why_not()
+
+
+def test_a_call_for_a_gpu_says_why_not():
+    from ejkernel.ops.config import selection
+
+    able, refused = selection.sort_out(invocation(flash_attention_kernel(), "auto"))
+    assert "pallas/gpu" not in {i.name for i in able}
+    assert "has not run on a GPU" in refused["pallas/gpu"]
+
+
+@pytest.mark.skipif(probe.why_not() is not None, reason="the entry refuses on this JAX")
+def test_gradients_by_name():
+    from ejkernel.ops.config import selection
+
+    inv = dataclasses.replace(invocation(flash_attention_kernel(), "pallas"), direction="backward")
+    able, _ = selection.sort_out(inv)
+    assert "pallas/gpu" in {i.name for i in able}
+    same_bits = dataclasses.replace(inv, call=dataclasses.replace(inv.call, deterministic=True))
+    with pytest.raises(UnsupportedError, match="in an order that varies"):
+        selection.sort_out(same_bits)
+
+
+def flash_attention_kernel():
+    from ejkernel.kernels import _op_kernel
+
+    return _op_kernel.RegisteredKernel(OP)
+
+
+def invocation(kernel, platform):
+    from ejkernel.ops.core.kernel import Invocation
+
+    args = jax.eval_shape(lambda: make(arrays(64, 64)))
+    return Invocation(kernel=kernel, call=args, target=H200, platform=platform)

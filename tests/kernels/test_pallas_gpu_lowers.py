@@ -1,0 +1,80 @@
+"""Attention for Hopper lowers for an H200 on a machine without a GPU, with every config and option.
+
+Its PTX and machine code are made on a GPU.
+"""
+
+import jax
+import pytest
+
+from ejkernel._device import Target
+from ejkernel.kernels._pallas.gpu._blocks import probe
+from ejkernel.kernels._pallas.gpu.flash_attention import config
+from tests.kernels.test_pallas_gpu import ENTRY, arrays, make
+
+pytestmark = pytest.mark.skipif(probe.why_not() is not None, reason=str(probe.why_not()))
+H200 = Target("gpu", "NVIDIA H200", "9.0")
+SIZES = {64: 64, 128: 128, 192: 128}
+NUMBER = {64: 3, 128: 5, 192: 2}  # of candidates
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "sliding_window": 100},
+    "cap": {"logits_soft_cap": 20.0},
+    "everything": {"causal": True, "sliding_window": 100, "logits_soft_cap": 20.0, "sinks": True},
+}
+
+
+def on_an_h200():
+    from jax._src.mesh import AbstractDevice
+    from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    kinds = (AxisType.Explicit,)
+    return use_abstract_mesh(AbstractMesh((1,), ("x",), kinds, abstract_device=device))
+
+
+def call(d, lengths, options):
+    def values():
+        t, s = lengths
+        made = arrays(t, s, 4, 2, d, SIZES[d], 2) | options
+        if made.pop("sinks", False):
+            made["softmax_aux"] = jax.numpy.ones((4, 1))
+        return make(made)
+
+    return jax.eval_shape(values)
+
+
+def assert_lowers(args, number):
+    cfg = config.candidates(args, "forward", H200)[number]
+    with on_an_h200():
+        traced = jax.jit(lambda args: ENTRY.fn(args, cfg)).trace(args)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2  # the kernel and the one that computes tiles again
+    assert "wgmma" in text or "stablehlo.custom_call" in text
+
+
+def test_the_number_of_candidates():
+    for d, number in NUMBER.items():
+        args = call(d, (256, 256), {})
+        assert len(config.candidates(args, "forward", H200)) == number
+
+
+@pytest.mark.parametrize(
+    ("d", "number"), [(d, i) for d, count in NUMBER.items() for i in range(count)]
+)
+def test_every_config_lowers(d, number):
+    assert_lowers(call(d, (512, 512), OPTIONS["causal"]), number)
+
+
+@pytest.mark.parametrize("options", ["window", "everything"])
+def test_options_lower(options):
+    assert_lowers(call(128, (203, 333), OPTIONS[options]), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(512, 512), (203, 333), (333, 203), (3, 5)])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("d", SIZES)
+def test_every_option_lowers(d, options, lengths):
+    for number in range(len(config.candidates(call(d, lengths, {}), "forward", H200))):
+        assert_lowers(call(d, lengths, OPTIONS[options]), number)
