@@ -1,6 +1,7 @@
 """Small calls of the Triton kernels, forward and backward, for a memory checker.
 
-EJKERNEL_AUTOTUNE_POLICY=heuristics compute-sanitizer --tool memcheck python benchmarks/gpu_memcheck.py
+export EJKERNEL_AUTOTUNE_POLICY=heuristics
+compute-sanitizer --tool memcheck python benchmarks/gpu_memcheck.py
 
 Attention: sizes that no block divides, all options and gradients, ids and positions that are given,
 blocks that are computed again because padding holds nan, and calls that a vmap folds into one grid.
