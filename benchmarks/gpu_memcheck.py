@@ -1,16 +1,21 @@
 """Small calls of the Triton kernels, forward and backward, for a memory checker.
 
+export EJKERNEL_AUTOTUNE_POLICY=heuristics
 compute-sanitizer --tool memcheck python benchmarks/gpu_memcheck.py
 
 Attention: sizes that no block divides, all options and gradients, ids and positions that are given,
 blocks that are computed again because padding holds nan, and calls that a vmap folds into one grid.
-Serving: tables with ids of no page, lengths beyond tables, and slots beyond the cache.
+Serving: tables with ids of no page, lengths beyond tables, and slots beyond the cache. Other ops:
+the first of their test cases, whose sizes no block divides.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel import modules
+from ejkernel.kernels import kernel_registry
 from ejkernel.modules import flash_attention
 from ejkernel.types import MaskInfo
 
@@ -140,6 +145,39 @@ def serve(op, values):
     return jax.jit(call)(arrays)
 
 
+OTHERS = (
+    *("blocksparse_attention", "native_sparse_attention", "apply_native_sparse_attention"),
+    *("linear_recurrence", "grouped_matmul", "mean_pooling", "recurrent"),
+)
+CASES = 4  # of each of these ops
+
+
+def other_calls(dtype):
+    """Ops and arguments of the first test cases that the Triton kernels serve, both ways."""
+    for op in OTHERS:
+        spec = kernel_registry.spec(op)
+        entry = next(e for e in kernel_registry.list(op) if e.name == "triton/gpu")
+        key = jax.random.key(7)
+        made = ((case, spec.make(case, dtype, key)) for case in spec.cases())
+        able = (case for case, args in made if entry.why_not(args, direction="backward") is None)
+        yield from ((op, case.values(dtype, key)) for case in itertools.islice(able, CASES))
+
+
+def differentiate(op, values):
+    """Gradients of a call for all arrays that have them; all its arrays are traced."""
+    fixed = {n: x for n, x in values.items() if not hasattr(x, "shape")}
+    arrays = {n: x for n, x in values.items() if n not in fixed}
+    names = kernel_registry.spec(op).differentiable
+    wanted = {n: x for n, x in arrays.items() if n in names}
+    others = {n: x for n, x in arrays.items() if n not in wanted}
+
+    def loss(wanted, others):
+        outputs = getattr(modules, op)(**fixed, **others, **wanted, platform="triton")
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(outputs))
+
+    return jax.jit(jax.grad(loss))(wanted, others)
+
+
 def main():
     made = [(*call, jnp.bfloat16) for call in calls()]
     made += [(*call, jnp.float32) for call in list(calls())[2:]]
@@ -150,7 +188,10 @@ def main():
     for name, op, values in served:
         for output in jax.tree.leaves(serve(op, values)):
             assert bool(jnp.isfinite(output.astype(jnp.float32)).all()), (name, op)
-    print(f"{len(made) + len(served)} calls")
+    others = [call for dtype in (jnp.bfloat16, jnp.float32) for call in other_calls(dtype)]
+    for op, values in others:
+        jax.block_until_ready(differentiate(op, values))
+    print(f"{len(made) + len(served) + len(others)} calls")
 
 
 if __name__ == "__main__":
