@@ -18,9 +18,9 @@ _PARTS = {
     "modules": 290.0,  # 13 s an op
     "ops": 90.0,
     "aot": 60.0,
-    "bench": 100.0,
-    "distributed": 90.0,
-    "reliability": 40.0,
+    "bench": 75.0,
+    "distributed": 100.0,
+    "reliability": 30.0,
     "other": 220.0,
 }
 _FAILS = 2.0

@@ -112,8 +112,8 @@ def _interpreted_language() -> Iterator[None]:
         patch(types.SimpleNamespace(__globals__={"tl": tl, "core": core}))
         interpreter._patch_lang = lambda fn: nothing
         interpreter._implicit_cvt = unwrap
-        # Sums and products of integers would be made again in 64 bits, half of all time here, for an
-        # assertion that the interpreter leaves out.
+        # Sums and products of integers would be made again in 64 bits, which takes half of the
+        # time, for an assertion that the interpreter leaves out.
         made.options = dataclasses.replace(options, sanitize_overflow=False)
         interpreter._get_np_dtype = _numpy_dtypes(numpy_dtype)
         for name, method in _with_bfloat16(builder).items():
