@@ -293,7 +293,8 @@ class HeadPages(AbstractPages):
 
 def interleaved(pages: jax.Array, tables: jax.Array, per_step: int, dtype: Any) -> AbstractPages:
     """Pages [p, w, 2 g, d] with keys at even and values at odd heads, in the order XLA keeps."""
-    if heads.Heads(*pages.shape[2:], pages.dtype).dense:
+    _, _, double, width = pages.shape
+    if heads.Heads(double, width, pages.dtype).dense:
         return TokenPages(pages, tables, per_step, dtype)
     return HeadPages(pages.swapaxes(1, 2), None, tables, per_step, dtype)
 

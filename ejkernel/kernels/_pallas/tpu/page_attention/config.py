@@ -65,6 +65,7 @@ def vmem_bytes(of: Sizes, tokens: int, block_k: int) -> int:
     rows = of.groups * whole(group * tokens, 8)
     # heads of a narrow dtype fill words of 32 bits, or a page's keys do
     buffers = 2 * step * whole(of.groups, 4 // of.narrow) * (d + e) * of.narrow
+    buffers += step * of.groups * (d + e) * of.wide  # heads that were parted
     state = rows * (4 * (e + 3 * tiles.LANES) + 2 * of.wide * (d + e))
     tile = 4 * whole(step, tiles.LANES) * (3 * (d + e) + 6 * whole(group * tokens, 8))
     return buffers + state + tile

@@ -26,7 +26,7 @@ def run(
     high: jax.Array,  # [b] one past the last one
     sizes: tuple[int, int],  # key heads, value head size
     vmem_limit: int,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, ...]:
     """Output [b, h, e], and lse [b, h] when asked for; the query is at position high - 1."""
     batch, num_heads, _ = query.shape
     groups, e = sizes
@@ -66,7 +66,7 @@ def run(
     )
     rows = made[0][:, :, : of.group].reshape(batch, num_heads, e)
     if not args.return_lse:
-        return rows, None
+        return (rows,)
     return rows, made[1][:, :, 0, : of.group].reshape(batch, num_heads)
 
 
@@ -112,8 +112,8 @@ def _kernel(of: cached.Rules, cache: keys.AbstractKeys, each: int, refs: Any) ->
     low, high, before, started, later = (refs.table[i * _FIELDS + n] for n in range(_FIELDS))
 
     def start_next(slot: Any) -> None:
-        bounds = (refs.table[later * _FIELDS + n] for n in range(2))
-        at = keys.Span(later, *bounds, None, refs.next_pages)
+        first, last = (refs.table[later * _FIELDS + n] for n in range(2))
+        at = keys.Span(later, first, last, None, refs.next_pages)
 
         @pl.when(later != i)
         def _() -> None:

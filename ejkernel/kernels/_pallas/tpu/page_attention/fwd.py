@@ -13,9 +13,10 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     """Outputs (out, and lse when asked for); no residuals."""
     groups, size = args.key_cache.shape[1:3]
     e = args.value_cache.shape[-1]
+    made: tuple[jax.Array, ...]
     blocks = args.block_tables.shape[1]
     if 0 in (args.query.size, args.key_cache.size, args.value_cache.size, blocks):
-        out, lse = decode.empty(args, args.query, e)
+        made = decode.empty(args, args.query, e)
     else:
         per_step = keys.pages_of_step(cfg.block_k, size, blocks)
         cache = keys.HeadPages(
@@ -26,5 +27,5 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         if (left := args.sliding_window[0]) is not None:
             low = jnp.maximum(high - 1 - left, 0)
         limit = config.vmem_limit(args, cfg)
-        out, lse = decode.run(args, args.query, cache, low, high, (groups, e), limit)
-    return ((out, lse) if args.return_lse else (out,)), ()
+        made = decode.run(args, args.query, cache, low, high, (groups, e), limit)
+    return (made if args.return_lse else made[:1]), ()

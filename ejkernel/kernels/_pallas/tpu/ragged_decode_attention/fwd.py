@@ -13,8 +13,9 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     """Outputs (out, and lse when asked for); no residuals."""
     _, length, groups, _ = args.key.shape
     e = args.value.shape[-1]
+    made: tuple[jax.Array, ...]
     if 0 in (args.query.size, args.key.size, args.value.size):
-        out, lse = decode.empty(args, args.query, e)
+        made = decode.empty(args, args.query, e)
     else:
         cache = keys.Rows(args.key, args.value, cfg.block_k, args.query.dtype)
         high = jnp.clip(args.sequence_end, 0, length)
@@ -22,5 +23,5 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         if (left := args.sliding_window[0]) is not None:
             low = jnp.maximum(low, high - 1 - left)
         limit = config.vmem_limit(args, cfg)
-        out, lse = decode.run(args, args.query, cache, low, high, (groups, e), limit)
-    return ((out, lse) if args.return_lse else (out,)), ()
+        made = decode.run(args, args.query, cache, low, high, (groups, e), limit)
+    return (made if args.return_lse else made[:1]), ()

@@ -82,9 +82,7 @@ def _decode(
     if (left := args.sliding_window[0]) is not None:
         low = jnp.maximum(high - 1 - left, 0)
     groups = args.kv_pages.shape[2] // 2
-    out, lse = decode.run(args, query, pages, low, high, (groups, d), vmem_limit)
+    out, *lse = decode.run(args, query, pages, low, high, (groups, d), vmem_limit)
     alone = of.owned & (of.counts[of.owner] == 1)
     out = jnp.where(alone[:, None, None], out[of.owner], 0)
-    if lse is None:
-        return (out,)
-    return out, jnp.where(alone[:, None], lse[of.owner], -jnp.inf)
+    return out, *(jnp.where(alone[:, None], x[of.owner], -jnp.inf) for x in lse)
