@@ -328,8 +328,9 @@ def test_other_kernels_may_be_run_by_name_too():
     (entry,) = (e for e in kernel_registry.list(OP) if e.fn is new)
     try:
         q = jnp.ones((1, 2, 1, 4))
-        assert flash_attention(q, q, 2 * q)[0, 0, 0, 0] == 2.0
-        assert flash_attention(q, q, 2 * q, platform="cuda")[0, 0, 0, 0] == 1.0
+        np.testing.assert_array_equal(np.asarray(flash_attention(q, q, 2 * q)), 2.0)
+        out = flash_attention(q, q, 2 * q, platform="cuda")
+        np.testing.assert_array_equal(np.asarray(out), 1.0)
         assert vars(kernel_registry.get(OP))["entry"] is not entry
         assert vars(kernel_registry.get(OP, "cuda"))["entry"] is entry
         derived = next(e for e in kernel_registry.list("mla_attention") if e.name == "cuda/any")
