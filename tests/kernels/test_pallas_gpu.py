@@ -257,6 +257,7 @@ def test_configs_check_themselves():
         {"block_q": 128, "num_stages": 4},
         {"block_q": 192},  # 240 registers are too many for three warpgroups
         {"block_q": 128, "registers": 100},
+        {"block_q": 128, "registers": 160},  # fewer than it starts with
         {"block_q": 128, "section": 0},
     )
     for wrong in wrongs:
@@ -318,3 +319,24 @@ def invocation(kernel, platform):
 
     args = jax.eval_shape(lambda: make(arrays(64, 64)))
     return Invocation(kernel=kernel, call=args, target=H200, platform=platform)
+
+
+def test_other_kernels_may_be_run_by_name_too():
+    """A call takes such a kernel with its platform; `get` takes it with a platform as well."""
+
+    @kernel_registry.register(OP, "cuda", "any", by_name="is new")
+    def new(args, cfg):
+        return (args.query,), (jnp.zeros(args.query.shape[:1]),)
+
+    (entry,) = (e for e in kernel_registry.list(OP) if e.fn is new)
+    try:
+        q = jnp.ones((1, 2, 1, 4))
+        np.testing.assert_array_equal(np.asarray(flash_attention(q, q, 2 * q)), 2.0)
+        out = flash_attention(q, q, 2 * q, platform="cuda")
+        np.testing.assert_array_equal(np.asarray(out), 1.0)
+        assert vars(kernel_registry.get(OP))["entry"] is not entry
+        assert vars(kernel_registry.get(OP, "cuda"))["entry"] is entry
+        derived = next(e for e in kernel_registry.list("mla_attention") if e.name == "cuda/any")
+        assert derived.by_name == "is new"
+    finally:
+        kernel_registry.unregister(entry)

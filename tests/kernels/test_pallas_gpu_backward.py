@@ -277,9 +277,8 @@ def test_vmap():
 
     arrays = (args.query, args.key, args.value, *outputs)
     split = [x.reshape(2, 2, *x.shape[1:]) for x in arrays]
-    options = {"compiler_options": harness.QUICK}
-    found = jax.jit(jax.vmap(gradients), **options)(*split)
-    expected = jax.jit(gradients, **options)(*arrays)
+    found = jax.jit(jax.vmap(gradients), compiler_options=harness.QUICK)(*split)
+    expected = jax.jit(gradients, compiler_options=harness.QUICK)(*arrays)
     for name, gradient in found.items():
         np.testing.assert_array_equal(gradient.reshape(expected[name].shape), expected[name])
 

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel import _contexts, _device
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._pallas.gpu._blocks import mosaic
 from ejkernel.xla_utils import manual
 
@@ -55,5 +56,11 @@ def launch(
         **(watched if interpreted() else {}),
     )
     if updated:
+        if axes := sorted(manual.varying_axes(given[0])):
+            raise UnsupportedError(
+                "Mosaic GPU kernels update arrays in place, which JAX does not allow for arrays "
+                f"that differ over mesh axes {axes}: call `jax.shard_map` with `check_vma=False`, "
+                "or take another platform."
+            )
         return tuple(pl.run_state(lambda refs: run(*arrays, *refs) and None)(tuple(updated)))
     return tuple(run(*arrays))

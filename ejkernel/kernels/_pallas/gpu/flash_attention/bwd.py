@@ -42,7 +42,7 @@ def backward(
     arrays = (args.query, args.key, args.value, outputs[0], cotangents[0], lse)
     dlse = cotangents[1:] if args.return_lse else ()
     *found, delta = batching.joins_batch(run)(*arrays, *dlse)
-    made = dict(zip(("query", "key", "value"), found, strict=True))
+    made: dict[str, jax.Array] = dict(zip(("query", "key", "value"), found, strict=True))
     if "softmax_aux" in wanted:
         made["softmax_aux"] = _attention.sink_gradient(args, lse, delta)
     return {name: made[name] for name in wanted}

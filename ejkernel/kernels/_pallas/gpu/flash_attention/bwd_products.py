@@ -41,7 +41,8 @@ class Products:
     def scores(self, k: Any, v: Any, q: Any, dout: Any, rows: Any, neg_delta: Any) -> Any:
         """Weights [k, q] and, under way, dp - delta [k, q], times the slope of a cap."""
         if self.cap is not None:
-            return self._capped(*self._dots(k, v, q, dout, neg_delta), rows)
+            x, dp = self._dots(k, v, q, dout, neg_delta)
+            return self._capped(x, dp, rows, self.cap)
         vectors = (mosaic.COLUMN, mosaic.COLUMN)
 
         @mosaic.inlined((*(mosaic.TILE,) * 4, *vectors), (_values(self.tile), _sums(self.tile)))
@@ -86,13 +87,13 @@ class Products:
 
         return issue(k, v, q, dout, neg_delta)
 
-    def _capped(self, x: Any, dp: Any, rows: Any) -> Any:
+    def _capped(self, x: Any, dp: Any, rows: Any, cap: float) -> Any:
         """The results of `scores` from those of `_dots`."""
         rows = lax.broadcast_in_dim(rows, self.tile, [1])
         # tanh by exp2, since the instruction for it has 11 bits
-        grown = jnp.exp2(x * (2.0 * LOG2_E * self.scale / self.cap))
+        grown = jnp.exp2(x * (2.0 * LOG2_E * self.scale / cap))
         share = 1.0 - 2.0 / (1.0 + grown)
-        p = jnp.exp2((jnp.minimum(self.cap * share, rows) - rows) * LOG2_E)
+        p = jnp.exp2((jnp.minimum(cap * share, rows) - rows) * LOG2_E)
         return p, self._as_sums(dp * (1.0 - share * share))
 
     def _as_sums(self, values: Any) -> Any:
@@ -180,7 +181,7 @@ class Twin(Products):
     def scores(self, k: Any, v: Any, q: Any, dout: Any, rows: Any, neg_delta: Any) -> Any:
         x, dp = self._dots(k, v, q, dout, neg_delta)
         if self.cap is not None:
-            return self._capped(x, dp, rows)
+            return self._capped(x, dp, rows, self.cap)
         rows = lax.broadcast_in_dim(rows, self.tile, [1])
         if self.exact:
             return jnp.exp2((jnp.minimum(x * self.scale, rows) - rows) * LOG2_E), dp

@@ -61,8 +61,8 @@ class _Kernel:
         self.plan, self.has_dlse = plan, has_dlse
 
     def __call__(self, out: Any, dout: Any, lse: Any, *refs: Any) -> None:
-        (dlse, *refs) = refs if self.has_dlse else (None, *refs)
-        *vectors, dq, tiles, zeros, loads, stores, loaded = refs
+        dlse, *rest = refs if self.has_dlse else (None, *refs)
+        *vectors, dq, tiles, zeros, loads, stores, loaded = rest
         plan = self.plan
         blocks, heads = cdiv(plan.padded_q, _ROWS), plan.heads
         pair, block = _divmod(lax.axis_index("cta"), blocks)

@@ -130,10 +130,13 @@ class Kernel:
         )
         return Results(*made)
 
-    def __call__(self, *refs: Any) -> None:
-        taken = iter(refs)
-        kinds = (Operands, Results, Shared, Barriers)
-        refs = Refs(*(kind(*itertools.islice(taken, len(kind._fields))) for kind in kinds))
+    def __call__(self, *given: Any) -> None:
+        taken = iter(given)
+
+        def bundle(kind: Any) -> Any:
+            return kind(*itertools.islice(taken, len(kind._fields)))
+
+        refs = Refs(bundle(Operands), bundle(Results), bundle(Shared), bundle(Barriers))
         batch, key_head, tile = self.plan.place(lax.axis_index("cta"))
         bounds = self.plan.bounds(tile)
         place = Place(batch, key_head, tile, bounds, bounds.last - bounds.first)

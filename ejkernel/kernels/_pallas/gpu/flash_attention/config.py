@@ -27,8 +27,8 @@ class Config:
     block_q: int
     block_k: int = 128
     num_stages: int = 2  # tiles of keys, and as many of values
-    registers: int = 240  # a thread that computes
-    load_registers: int = 24  # a thread that loads
+    registers: int = 240  # of a thread that computes, with two such warpgroups or more
+    load_registers: int = 24  # of a thread that loads
     turns: bool = True  # warpgroups issue their products one after the other
     section: int = 32  # MiB of keys and values that programs work on at a time
     num_programs: int = 132  # one a multiprocessor
@@ -45,6 +45,13 @@ class Config:
             value = getattr(self, name)
             if not 24 <= value <= 256 or value % 8:
                 raise ValueError(f"`Config`: {name}={value!r} must be a multiple of 8, 24 to 256.")
+        # a program starts with equal shares, of which a thread only gives or takes
+        share = _MOST_REGISTERS // (_WARPGROUP * (self.warpgroups + 1)) // 8 * 8
+        if self.warpgroups > 1 and not self.load_registers <= share <= self.registers:
+            raise ValueError(
+                f"`Config`: load_registers={self.load_registers} must be at most {share}, and "
+                f"registers={self.registers} at least."
+            )
         total = _WARPGROUP * (self.warpgroups * self.registers + self.load_registers)
         if total > _MOST_REGISTERS:
             raise ValueError(
