@@ -26,15 +26,13 @@ def smem_refusal(numbers: int) -> str | None:
     if numbers <= most:
         return None
     return f"needs tables of at most {most} numbers, which scalar memory holds; got {numbers}"
+
+
 _MOST_WIDTH = 256
 _FLOATS = ("bfloat16", "float32")
 _NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 _LANES = 128
 _ROWS = 8
-# Numbers of 4 bytes in scalar memory, which has 1 MiB on a v5e: two rows of a table are there
-# twice, in use and under way, beside the numbers of all sequences.
-_MOST_BLOCKS = 1 << 15
-_MOST_SCALARS = 1 << 16
 
 
 def cached(query: Any, cache: Any, value_width: int) -> str | None:
@@ -73,18 +71,14 @@ def page_rows(target: Target, size: int) -> str | None:
     return None
 
 
-def scalars(count: int, what: str) -> str | None:
-    """Why so many numbers do not fit into scalar memory."""
-    if count > _MOST_SCALARS:
-        return f"needs at most {_MOST_SCALARS} {what} in scalar memory; got {count}"
-    return None
-
-
 def pages(tables: Any, size: int) -> str | None:
     """What kernels that copy pages cannot do; `tables` are [sequences, blocks]."""
     sequences, blocks = tables.shape
     if size > _LANES and size % _LANES:
         return f"needs pages of at most {_LANES} keys, or of a multiple of {_LANES}; got {size}"
-    if blocks > _MOST_BLOCKS:
-        return f"needs at most {_MOST_BLOCKS} pages a sequence, in scalar memory; got {blocks}"
-    return scalars(5 * sequences, "bounds of sequences")
+    return smem_refusal(5 * sequences + page_numbers(blocks))
+
+
+def page_numbers(blocks: int) -> int:
+    """Numbers in scalar memory for the pages of a sequence: two rows, in use and under way."""
+    return 4 * blocks

@@ -12,8 +12,8 @@ _ROWS = 32  # of a register in the narrowest dtype
 
 
 def _requires(args: Any) -> str | None:
-    return capacity.cached(args.query, args.key, args.value.shape[-1]) or capacity.scalars(
-        5 * args.key.shape[0], "bounds of rows"
+    return capacity.cached(args.query, args.key, args.value.shape[-1]) or capacity.smem_refusal(
+        5 * args.key.shape[0]
     )
 
 

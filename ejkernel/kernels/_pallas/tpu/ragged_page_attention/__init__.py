@@ -10,12 +10,13 @@ from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
 def _requires(args: Any) -> str | None:
     tokens, _, d = args.queries.shape
-    sequences = args.block_tables.shape[0]
+    sequences, blocks = args.block_tables.shape
+    # six numbers a block of at least 16 queries
+    queries = 6 * (tokens // 16 + min(sequences, tokens // 2))
     return (
         capacity.cached(args.queries, args.kv_pages, d)
         or capacity.pages(args.block_tables, args.kv_pages.shape[1])
-        # six numbers a block of at least 16 queries
-        or capacity.scalars(6 * (tokens // 16 + min(sequences, tokens // 2)), "bounds of blocks")
+        or capacity.smem_refusal(queries + capacity.page_numbers(blocks))
     )
 
 
