@@ -65,6 +65,12 @@ def tile(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
 
 
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Shared memory as an array in registers."""
+    typed: Any = plgpu.load  # has other parameters in JAX 0.10, which never comes here
+    return typed(ref, layout=layout)
+
+
 def compiler_params(**options: Any) -> Any:
     """Inlined functions see a warpgroup's registers under lane semantics only."""
     return plgpu.CompilerParams(

@@ -91,13 +91,11 @@ class _Kernel:
 
     def _found(self, tiles: Any, loads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """start, lse and neg_delta of 64 rows."""
-        out, dout = (
-            plgpu.load(tiles.at[i], layout=mosaic.WGMMA).astype(jnp.float32) for i in range(2)
-        )
+        out, dout = (mosaic.load(tiles.at[i], mosaic.WGMMA).astype(jnp.float32) for i in range(2))
         neg_delta = -jnp.sum(out * dout, axis=1)
-        lse = plgpu.load(loads.at[0], layout=mosaic.ROW)
+        lse = mosaic.load(loads.at[0], mosaic.ROW)
         if self.has_dlse:
-            neg_delta = neg_delta + plgpu.load(loads.at[1], layout=mosaic.ROW)
+            neg_delta = neg_delta + mosaic.load(loads.at[1], mosaic.ROW)
         is_empty = lse == -jnp.inf
         start = jnp.where(is_empty, lse, lse * (-1.0 / self.plan.scale))
         # a row that saw no key has output 0 whatever its cotangent is

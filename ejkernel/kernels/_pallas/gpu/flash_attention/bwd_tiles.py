@@ -270,7 +270,7 @@ class _Compute:
         shared = self.shared
         plgpu.barrier_wait(self.barriers.loaded.at[slot])
         rows, neg_delta = (
-            plgpu.load(x.at[slot], layout=mosaic.COLUMN) for x in (shared.rows, shared.neg_delta)
+            mosaic.load(x.at[slot], mosaic.COLUMN) for x in (shared.rows, shared.neg_delta)
         )
         q, dout = shared.q.at[slot], shared.dout.at[slot]
         keys, values = shared.k.at[self.own], shared.v.at[self.own]
