@@ -91,9 +91,14 @@ def test_matches_oracle(op, entry, case, record_property):
     check(op, entry, case, "float32", "testing", record_property)
 
 
+# takes no case of the spec, whose heads are small: tests/kernels/test_pallas_gpu.py has its own
+OWN_CASES = [("flash_attention", "pallas/gpu")]
+
+
 def interpreted_entries():
-    found = (entry for op in kernel_registry.ops() for entry in kernel_registry.list(op))
-    return [(e.op, e.name) for e in found if harness.interpreted(e) and e.base is None]
+    entries = (entry for op in kernel_registry.ops() for entry in kernel_registry.list(op))
+    found = [(e.op, e.name) for e in entries if harness.interpreted(e) and e.base is None]
+    return [row for row in found if row not in OWN_CASES]
 
 
 @pytest.mark.parametrize(("op", "entry"), interpreted_entries())
