@@ -70,7 +70,8 @@ bench: $(VENV)/.core
 
 # Cycles of TPU kernels beside JAX's own, from compiled schedules: needs no TPU.
 bench-tpu: $(VENV)/.test
-	$(BIN)/python benchmarks/tpu_static.py $(if $(SAVE),--out benchmarks/results/tpu_static.json) $(BENCH)
+	$(BIN)/python benchmarks/tpu_static.py --ops flash_attention $(if $(SAVE),--out benchmarks/results/tpu_static.json) $(BENCH)
+	$(BIN)/python benchmarks/tpu_static.py --ops blocksparse_attention linear_recurrence $(if $(SAVE),--out benchmarks/results/tpu_static_more.json) $(BENCH)
 
 # Needs a GPU, in the Python that is named; measures beside the peers that it has, file by file.
 # Two scripts of another kind stand among them: for a memory checker, and for many repetitions.

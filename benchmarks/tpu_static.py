@@ -276,16 +276,10 @@ def linear_rows(chip, found):
     return made
 
 
-def document(found, ops, before):
-    """Results; rows of ops that were not measured now stay, with a note of what made them."""
+def document(found):
+    """Results, as they are saved."""
     made = _results.new([r for chip in found for r in rows_of(chip, found[chip])])
-    made.device = f"tpu|{' and '.join(_CHIPS)}, cycles of compiled schedules"
-    kept = [r for r in before.rows if r.op not in ops] if before else []
-    if kept:
-        names = ", ".join(sorted({r.op for r in kept}))
-        versions = ", ".join(f"{name} {before.versions[name]}" for name in ("jax", "libtpu"))
-        made.notes = [*before.notes, f"Rows of {names} are of {before.date}: {versions}."]
-        made.rows = kept + made.rows
+    made.device = f"tpu|{' and '.join(found)}, cycles of compiled schedules"
     return made
 
 
@@ -293,21 +287,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     ops = ("flash_attention", *_MORE)
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
-    parser.add_argument("--out", help="write the results; rows of other ops in the file stay")
+    parser.add_argument("--out", help="write the results; a file has those of one run")
     chosen = parser.parse_args()
     chips = _CHIPS if "flash_attention" in chosen.ops else (_FLOORS,)
     spawn = multiprocessing.get_context("spawn")  # libtpu serves one chip a process
     with concurrent.futures.ProcessPoolExecutor(len(chips), spawn) as pool:
         measured = pool.map(functools.partial(measure, ops=chosen.ops), chips)
         found = dict(zip(chips, measured, strict=True))
-    out = pathlib.Path(chosen.out) if chosen.out else None
-    before = _results.read(out) if out is not None and out.exists() else None
-    made: Document = document(found, chosen.ops, before)
+    made: Document = document(found)
     for one in made.rows:
         cycles = ", ".join(f"{p.name} {p.median:.0f}" for p in one.programs)
         print(f"{one.workload}, {one.mode}: {cycles}")
-    if out is not None:
-        _folders.write_whole(out, _results.encode(made))
+    if chosen.out:
+        _folders.write_whole(pathlib.Path(chosen.out), _results.encode(made))
     missed = [(one, v) for one in made.rows for v in one.bars if not v.kept]
     for one, verdict in missed:
         print(f"missed: {one.workload}, {one.mode}, beside {verdict.beside}: {verdict.ratio:.3f}")
