@@ -106,7 +106,9 @@ class Kernel:
         lax.fori_loop(0, self.call.rounds, one, (jnp.int32(0), refs.deal[cta, 0]))
 
     def _slot(self, count: Any) -> Any:
-        return lax.rem(count, jnp.int32(self.stages))
+        if self.stages & (self.stages - 1):
+            return lax.rem(count, jnp.int32(self.stages))
+        return count & (self.stages - 1)  # a remainder of a signed number takes two steps more
 
     # The warpgroup that loads
 
@@ -232,7 +234,7 @@ class Kernel:
         self._take_turn(warpgroup)
         signals = self._signals(warpgroup, slot)
         s = steps.scores(refs.q_smem.at[warpgroup], refs.k_smem.at[slot], signals, self.twin)
-        x = self._logits(s, row, j, "edge" if self.call.masks_first else None)
+        x = self._hidden(self._logits(s), row, j, "edge" if self.call.masks_first else None)
         reference = jnp.max(x, axis=1) * self.unit
         sums = steps.cleared(8, mosaic.WGMMA)
         p, sums = self._weights(x, self._finite(reference), sums)
@@ -265,13 +267,17 @@ class Kernel:
             self._signals(warpgroup, slot),
             self.twin,
         )
-        x = self._logits(s, row, j, mask)
+        x = self._logits(s)
         sums, reference = state.sums, state.reference
+        hide = functools.partial(self._hidden, row=row, j=j, mask=mask)
         if running:
+            x = hide(x)
             reference = jnp.maximum(reference, jnp.max(x, axis=1) * self.unit)
             alpha = jnp.exp2(self._bits(state.reference - self._finite(reference)))
             sums = sums * _along_rows(alpha, sums.shape)
-        p, sums = self._weights(x, self._finite(reference) if running else reference, sums)
+            p, sums = self._weights(x, self._finite(reference), sums)
+        else:  # a mask between the product and the difference would keep them from being fused
+            p, sums = self._weights(x, reference, sums, hide)
         weights, sums, acc = steps.settle(p, sums, acc, self.twin)
         self._free_values(before)
         if running:
@@ -287,28 +293,37 @@ class Kernel:
         """A difference from a reference in bits."""
         return difference * self.factor if self.running else difference
 
-    def _logits(self, s: jax.Array, row: Any, j: Any, mask: str | None) -> jax.Array:
-        """Scores [64, bk] with cap and mask, in units of `factor` bits."""
-        if self.call.cap is not None:
-            # cap * tanh(y / cap) = cap - 2 cap / (1 + exp(2 y / cap)): the instruction for tanh has
-            # 11 bits. A division takes ten instructions, the square of rsqrt two.
-            grown = jnp.exp2(s * (2.0 * _LOG2_E * self.call.scale / self.call.cap))
-            root = lax.rsqrt(1.0 + grown)
-            s = self.call.cap - (2.0 * self.call.cap) * (root * root)
-        if mask is None:
+    def _logits(self, s: jax.Array) -> jax.Array:
+        """Scores [64, bk] with a cap."""
+        if self.call.cap is None:
             return s
+        # cap * tanh(y / cap) = cap - 2 cap / (1 + exp(2 y / cap)): the instruction for tanh has
+        # 11 bits. A division takes ten instructions, the square of rsqrt two.
+        grown = jnp.exp2(s * (2.0 * _LOG2_E * self.call.scale / self.call.cap))
+        root = lax.rsqrt(1.0 + grown)
+        return self.call.cap - (2.0 * self.call.cap) * (root * root)
+
+    def _hidden(self, x: jax.Array, row: Any, j: Any, mask: str | None) -> jax.Array:
+        """Values [64, bk] of block j, -inf where rows do not see keys."""
+        if mask is None:
+            return x
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, dimension=0)
         rows = iota((_ROWS,), layout=mosaic.ROW) + row
         keys = iota((self.block_k,), layout=mosaic.COLUMN) + j * self.block_k
-        rows = lax.broadcast_in_dim(rows, s.shape, (0,))
-        keys = lax.broadcast_in_dim(keys, s.shape, (1,))
+        rows = lax.broadcast_in_dim(rows, x.shape, (0,))
+        keys = lax.broadcast_in_dim(keys, x.shape, (1,))
         reach = self.call.reach
-        seen = reach.sees(rows, keys) if mask == "edge" else reach.sees_left(rows, keys)
-        return jnp.where(seen, s, -jnp.inf)
+        if mask == "edge":
+            seen = reach.sees_at_edges(rows, keys, _ROWS)
+        else:
+            seen = reach.sees_left(rows, keys)
+        return jnp.where(seen, x, -jnp.inf)
 
-    def _weights(self, x: Any, reference: Any, sums: Any) -> tuple[jax.Array, jax.Array]:
-        """exp2(x - reference) [64, bk] in float32, and their sums."""
-        p = jnp.exp2(self._bits(x * self.unit - _along_rows(reference, x.shape)))
+    def _weights(
+        self, x: Any, reference: Any, sums: Any, hide: Any = lambda x: x
+    ) -> tuple[jax.Array, jax.Array]:
+        """exp2(x - reference) [64, bk] in float32, and their sums; `hide` masks the exponents."""
+        p = jnp.exp2(hide(self._bits(x * self.unit - _along_rows(reference, x.shape))))
         return p, mosaic.partial_sums(p, sums, self.twin)
 
     def _natural(self, reference: jax.Array) -> jax.Array:
