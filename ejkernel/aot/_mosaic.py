@@ -51,9 +51,7 @@ def kernels(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> list[KernelRepor
     """
     from jax.experimental import topologies
 
-    # there is neither a GPU nor a driver to check; Mosaic writes down what ptxas says
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # noqa: TID251 - JAX's, not ours
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # noqa: TID251
+    os.putenv("MOSAIC_GPU_DUMP_PTXAS", "1")  # read where C reads it
     (device,) = topologies.get_topology_desc(
         platform="cuda", topology_name="gpu", topology="1x1x1", target_config=_DEVICE
     ).devices

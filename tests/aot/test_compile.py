@@ -98,7 +98,7 @@ def test_a_slice_of_tpus():
         "flash_attention",
         targets=["tpu:v5e:4x4"],
         call=SMALL,
-        entries=["pallas"],
+        entries=["pallas/tpu"],
         directions=["forward"],
     )
     assert report.status == "compiled", report.reason
