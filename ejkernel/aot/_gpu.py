@@ -1,14 +1,16 @@
-"""Triton kernels compiled for a GPU that is not here, and what they take of it."""
+"""Triton and Mosaic kernels compiled for a GPU that is not here, and what they take of it."""
 
+import contextlib
 import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from ejkernel.aot import _mosaic
 from ejkernel.aot._reports import KernelReport
 from ejkernel.aot._targets import Target
 from ejkernel.callib import _triton_call, _triton_compile
@@ -17,29 +19,40 @@ from ejkernel.kernels._registry import KernelEntry, Platform
 _REFUSALS = {
     Platform.XLA: "XLA compiles for a GPU only where one is",
     Platform.CUDNN: "cuDNN builds its kernels on the GPU itself",
-    Platform.PALLAS: "Mosaic GPU kernels are compiled by the driver of a GPU",
     Platform.CUDA: "CUDA sources are compiled when they are first used on a GPU",
 }
 
 
 class Compiler:
-    """Triton for one target."""
+    """Triton, and Mosaic GPU where JAX's plugin for CUDA is, for one target."""
 
     wrap = staticmethod(lambda fn: fn)
 
     def __init__(self, target: Target):
         self._target = _triton_compile.GpuTarget.parse(str(target))
+        self._why_no_mosaic, self._is_mosaic = _mosaic.why_not(target), False
 
     def expect(self, entries: Sequence[KernelEntry]) -> None:
         """What comes; all kernels are alike to Triton."""
 
     def refusal(self, entry: KernelEntry) -> str | None:
+        if entry.platform == Platform.PALLAS:
+            return self._why_no_mosaic
         return _REFUSALS.get(entry.platform)
+
+    @contextlib.contextmanager
+    def tracing(self, entry: KernelEntry) -> Iterator[None]:
+        """Around all that is traced and compiled of an entry."""
+        self._is_mosaic = entry.platform == Platform.PALLAS
+        with _mosaic.tracing() if self._is_mosaic else contextlib.nullcontext():
+            yield
 
     def compile(
         self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
     ) -> dict[str, Any]:
         """The kernels that a program launches."""
+        if self._is_mosaic:
+            return {"kernels": _mosaic.kernels(fn, inputs)}
         jaxpr = jax.make_jaxpr(fn)(*inputs).jaxpr
         return {"kernels": [self._kernel(eqn) for eqn in _triton_call.launches(jaxpr)]}
 

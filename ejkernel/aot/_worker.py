@@ -85,7 +85,8 @@ def _report(job: Any, programs: Any, compiler: Any, target: Any) -> dict[str, An
     try:
         names = list(programs.args.arrays())
         known = _trips.example_inputs(programs.call.spec, programs.args, names)
-        made = compiler.compile(*programs.program(job), known)
+        with compiler.tracing(job.entry):
+            made = compiler.compile(*programs.program(job), known)
         made["kernels"] = tuple(made["kernels"])
         status = {"status": _reports.COMPILED}
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the next job runs

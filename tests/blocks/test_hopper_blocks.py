@@ -70,6 +70,7 @@ def test_programs_end_together(batch, heads, groups, length, d, rows, window):
 @example(9, 20, 3, 0, 8, 8, 8)
 @example(64, 64, None, 0, 16, 0, 8)
 @example(33, 40, 5, 5, 8, 32, 8)  # rows behind the last query
+@example(64, 64, 13, 0, 8, 7, 8)  # the last row does not see the first key of the first block
 def test_blocks_cover_what_rows_see(num_q, num_k, left, right, size, first, count):
     reach = ranges.Reach(num_q, num_k, left, right, size)
     rows, keys = np.arange(first, first + count)[:, None], np.arange(reach.num_blocks * size)[None]
@@ -87,6 +88,10 @@ def test_blocks_cover_what_rows_see(num_q, num_k, left, right, size, first, coun
     below = slice(bottom * size, inner * size)
     if left is not None:
         assert (real[:, below] == reach.sees_left(rows, keys)[rows[:, 0] < num_q][:, below]).all()
+    masked = slice(edge * size, top * size)
+    found = reach.sees_at_edges(*np.broadcast_arrays(rows, keys), count)
+    if found is not None:
+        assert (real[:, masked] == found[rows[:, 0] < num_q][:, masked]).all()
     # every row that sees anything sees a key of the first, masked blocks
     assert (real[:, edge * size : top * size].any(axis=1) == real.any(axis=1)).all()
 

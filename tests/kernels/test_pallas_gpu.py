@@ -161,6 +161,54 @@ def test_values_whose_sums_overflow():
     assert_matches(values)
 
 
+def one_hot_call(size, s, t=64):
+    """A call with scores of about `size`, and the key that has all the weight of each row.
+
+    Products of small whole numbers are exact, and so is a factor that is a power of two.
+    """
+    rng = np.random.default_rng(5)
+    q, k = rng.integers(-7, 8, (t, 64)), rng.integers(-63, 64, (s, 64))
+    v = rng.integers(-127, 128, (s, 64)) / 64
+    scale = np.float32(0.1)  # no power of two: a product with it is rounded
+    x = q @ k.T
+    first, second = np.sort(x, axis=1)[:, [-1, -2]].T
+    assert (first > second).all()
+    factor = 2.0 ** round(np.log2(size / (np.abs(x).max() * scale)))
+    values = {"query": q, "key": k * factor, "value": v}
+    made: dict[str, Any] = {
+        name: jnp.asarray(array, jnp.bfloat16)[None, :, None] for name, array in values.items()
+    }
+    top = (x.max(axis=1) * factor).astype(np.float32) * scale
+    return made | {"softmax_scale": float(scale), "return_lse": True}, x.argmax(axis=1), top
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "s"),
+    [
+        (1e7, 64),  # one block of keys: no sum leaves its range
+        (1e9, 128),
+        pytest.param(1e12, 128, marks=pytest.mark.slow),
+    ],
+)
+def test_large_scores(size, s):
+    """lse is in the units of scores, in which backward subtracts it: any rounding would be seen."""
+    values, best, top = one_hot_call(size, s)
+    assert size / 4 < np.abs(top).max() < 2 * size
+    args, wanted = make(values), frozenset({"query", "key", "value"})
+    (out, lse), residuals = jax.jit(lambda args: ENTRY.fn(args, SMALL))(args)
+    cfg = config.testing(args, "backward")
+    cotangents = (jnp.ones_like(out), jnp.zeros_like(lse))
+    backward = lambda args, *rest: ENTRY.backward(args, cfg, *rest, wanted)
+    found = jax.jit(backward)(args, (out, lse), residuals, cotangents)
+    np.testing.assert_array_equal(out[0, :, 0], values["value"][0, best, 0])
+    np.testing.assert_array_equal(lse[0, 0], top)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found.values())
+    counts = np.bincount(best, minlength=s).astype(np.float32)
+    expected = np.repeat(counts[:, None], 64, axis=1)
+    np.testing.assert_array_equal(found["value"][0, :, 0], expected)
+
+
 @interpreted
 @pytest.mark.slow
 def test_no_races():

@@ -1,6 +1,6 @@
 """Attention for Hopper lowers for an H200 on a machine without a GPU, with every config and option.
 
-Its PTX and machine code are made on a GPU.
+tests/aot/test_mosaic.py makes its machine code, where JAX's plugin for CUDA is installed.
 """
 
 import jax

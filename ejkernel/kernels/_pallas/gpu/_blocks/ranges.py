@@ -73,13 +73,33 @@ class Reach:
     def sees(self, rows: Any, keys: Any) -> Any:
         """Whether rows see keys, for arrays of indices of one shape; None: all do."""
         limits = []
-        if self.is_ragged:
-            limits.append(keys < self.num_k)
-        if self.right is not None:
-            limits.append(keys <= rows + (self.offset + self.right))
+        if (last := self._last(rows)) is not None:
+            limits.append(keys <= last)
         if self.left is not None:
             limits.append(self.sees_left(rows, keys))
         return functools.reduce(operator.and_, limits) if limits else None
+
+    def sees_at_edges(self, rows: Any, keys: Any, count: int) -> Any:
+        """The same for keys of blocks from `edge` on, of a run of `count` rows.
+
+        A window that is wide enough has no left end there: the first of these keys is at most a
+        block before the run, or before the last key.
+        """
+        last = self._last(rows)
+        if last is None or self.left is None:
+            return self.sees(rows, keys)
+        is_wide = self.left + min(self.right or 0, 0) >= self.block_k + count - 2
+        return keys <= last if is_wide else self.sees(rows, keys)
+
+    def _last(self, rows: Any) -> Any:
+        """The last key that rows see, of two limits the lower; None: there is none."""
+        xp = np if isinstance(rows, np.ndarray) else jnp
+        end = self.num_k - 1
+        if self.right is None:
+            return xp.full_like(rows, end) if self.is_ragged else None
+        last = rows + (self.offset + self.right)
+        # rows behind the last query may see what they like
+        return xp.minimum(last, end) if self.is_ragged and self.right > 0 else last
 
     def sees_left(self, rows: Any, keys: Any) -> Any:
         """The same for keys that the other limits leave visible; there is a limit to the left."""

@@ -7,8 +7,9 @@ together, and computes the weights P_j while the second product runs; the warpgr
 
 Weights are exp2(x - m). Every row sees its own last key in the first, masked blocks, so m is the
 maximum over these and is never updated: `acc` needs no rescaling, and only overflow can go wrong.
-A (tile, warpgroup) whose sums leave the range of float32 is flagged; a second launch, which keeps a
-running maximum, computes flagged tiles again and leaves at once when there are none.
+A (tile, warpgroup) whose sums leave the range of float32 is flagged, as is one with a large m; a
+second launch computes flagged tiles again and leaves at once when there are none. It keeps a
+running maximum, and subtracts it from scores before anything is rounded.
 """
 
 import functools
@@ -33,6 +34,8 @@ _TURN = 5
 _PAIR = 2 * mosaic.WARPGROUP  # threads of two warpgroups
 # Sums of weights that a fixed reference may give: the maximum has weight 1, less rounding.
 _LEAST, _MOST = 0.5, 2.0**100
+# Up to this reference in bits, its rounding and a logsumexp's change weights by 5e-4 of themselves.
+_LARGE = 4096.0
 
 
 class State(NamedTuple):
@@ -41,7 +44,7 @@ class State(NamedTuple):
     weights: jax.Array  # [64, bk] bfloat16 of the block before, whose values are not yet added
     sums: jax.Array  # [64, 8] of weights, partial
     acc: jax.Array  # [64, e] weighted values
-    reference: jax.Array  # [64] in bits; -inf for a row that has seen nothing
+    reference: jax.Array  # [64] maxima, in `Kernel.unit`; -inf for a row that has seen nothing
 
 
 class Kernel:
@@ -55,8 +58,12 @@ class Kernel:
         self.turns = cfg.turns and self.warpgroups > 1
         self.own, self.free = _TURN + self.warpgroups, _TURN + 2 * self.warpgroups
         self.threads = mosaic.WARPGROUP * (self.warpgroups + 1)
-        # bits in a unit of a score, or of what a soft cap makes of it
-        self.factor = _LOG2_E * (made.scale if made.cap is None else 1.0)
+        # logits in a unit of a score, or of what a soft cap makes of it, and bits
+        self.scale = made.scale if made.cap is None else 1.0
+        self.factor = _LOG2_E * self.scale
+        # References are in bits, so that a weight takes one addition and product in one; or in
+        # units of scores, so that their difference is exact.
+        self.unit = 1.0 if running else self.factor
 
     def __call__(self, *refs: Any) -> None:
         named = self.call.named(refs, self.running)
@@ -99,7 +106,9 @@ class Kernel:
         lax.fori_loop(0, self.call.rounds, one, (jnp.int32(0), refs.deal[cta, 0]))
 
     def _slot(self, count: Any) -> Any:
-        return lax.rem(count, jnp.int32(self.stages))
+        if self.stages & (self.stages - 1):
+            return lax.rem(count, jnp.int32(self.stages))
+        return count & (self.stages - 1)  # a remainder of a signed number takes two steps more
 
     # The warpgroup that loads
 
@@ -225,8 +234,8 @@ class Kernel:
         self._take_turn(warpgroup)
         signals = self._signals(warpgroup, slot)
         s = steps.scores(refs.q_smem.at[warpgroup], refs.k_smem.at[slot], signals, self.twin)
-        x = self._logits(s, row, j, "edge" if self.call.masks_first else None)
-        reference = jnp.max(x, axis=1) * self.factor
+        x = self._hidden(self._logits(s), row, j, "edge" if self.call.masks_first else None)
+        reference = jnp.max(x, axis=1) * self.unit
         sums = steps.cleared(8, mosaic.WGMMA)
         p, sums = self._weights(x, self._finite(reference), sums)
         acc = steps.cleared(self.call.e, mosaic.ACCUMULATOR)
@@ -258,13 +267,17 @@ class Kernel:
             self._signals(warpgroup, slot),
             self.twin,
         )
-        x = self._logits(s, row, j, mask)
+        x = self._logits(s)
         sums, reference = state.sums, state.reference
+        hide = functools.partial(self._hidden, row=row, j=j, mask=mask)
         if running:
-            reference = jnp.maximum(reference, jnp.max(x, axis=1) * self.factor)
-            alpha = jnp.exp2(state.reference - self._finite(reference))
+            x = hide(x)
+            reference = jnp.maximum(reference, jnp.max(x, axis=1) * self.unit)
+            alpha = jnp.exp2(self._bits(state.reference - self._finite(reference)))
             sums = sums * _along_rows(alpha, sums.shape)
-        p, sums = self._weights(x, self._finite(reference) if running else reference, sums)
+            p, sums = self._weights(x, self._finite(reference), sums)
+        else:  # a mask between the product and the difference would keep them from being fused
+            p, sums = self._weights(x, reference, sums, hide)
         weights, sums, acc = steps.settle(p, sums, acc, self.twin)
         self._free_values(before)
         if running:
@@ -276,29 +289,51 @@ class Kernel:
         """-inf - -inf is nan: rows that have seen nothing take 0."""
         return jnp.where(reference == -jnp.inf, 0.0, reference)
 
-    def _logits(self, s: jax.Array, row: Any, j: Any, mask: str | None) -> jax.Array:
-        """Scores [64, bk] with cap and mask, in units of `factor` bits."""
-        if self.call.cap is not None:
-            # cap * tanh(y / cap) = cap - 2 cap / (1 + exp(2 y / cap)): the instruction for tanh has
-            # 11 bits. A division takes ten instructions, the square of rsqrt two.
-            grown = jnp.exp2(s * (2.0 * _LOG2_E * self.call.scale / self.call.cap))
-            root = lax.rsqrt(1.0 + grown)
-            s = self.call.cap - (2.0 * self.call.cap) * (root * root)
-        if mask is None:
+    def _bits(self, difference: jax.Array) -> jax.Array:
+        """A difference from a reference in bits."""
+        return difference * self.factor if self.running else difference
+
+    def _logits(self, s: jax.Array) -> jax.Array:
+        """Scores [64, bk] with a cap."""
+        if self.call.cap is None:
             return s
+        # cap * tanh(y / cap) = cap - 2 cap / (1 + exp(2 y / cap)): the instruction for tanh has
+        # 11 bits. A division takes ten instructions, the square of rsqrt two.
+        grown = jnp.exp2(s * (2.0 * _LOG2_E * self.call.scale / self.call.cap))
+        root = lax.rsqrt(1.0 + grown)
+        return self.call.cap - (2.0 * self.call.cap) * (root * root)
+
+    def _hidden(self, x: jax.Array, row: Any, j: Any, mask: str | None) -> jax.Array:
+        """Values [64, bk] of block j, -inf where rows do not see keys."""
+        if mask is None:
+            return x
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, dimension=0)
         rows = iota((_ROWS,), layout=mosaic.ROW) + row
         keys = iota((self.block_k,), layout=mosaic.COLUMN) + j * self.block_k
-        rows = lax.broadcast_in_dim(rows, s.shape, (0,))
-        keys = lax.broadcast_in_dim(keys, s.shape, (1,))
+        rows = lax.broadcast_in_dim(rows, x.shape, (0,))
+        keys = lax.broadcast_in_dim(keys, x.shape, (1,))
         reach = self.call.reach
-        seen = reach.sees(rows, keys) if mask == "edge" else reach.sees_left(rows, keys)
-        return jnp.where(seen, s, -jnp.inf)
+        if mask == "edge":
+            seen = reach.sees_at_edges(rows, keys, _ROWS)
+        else:
+            seen = reach.sees_left(rows, keys)
+        return jnp.where(seen, x, -jnp.inf)
 
-    def _weights(self, x: Any, reference: Any, sums: Any) -> tuple[jax.Array, jax.Array]:
-        """exp2(x - reference) [64, bk] in float32, and their sums."""
-        p = jnp.exp2(x * self.factor - _along_rows(reference, x.shape))
+    def _weights(
+        self, x: Any, reference: Any, sums: Any, hide: Any = lambda x: x
+    ) -> tuple[jax.Array, jax.Array]:
+        """exp2(x - reference) [64, bk] in float32, and their sums; `hide` masks the exponents."""
+        p = jnp.exp2(hide(self._bits(x * self.unit - _along_rows(reference, x.shape))))
         return p, mosaic.partial_sums(p, sums, self.twin)
+
+    def _natural(self, reference: jax.Array) -> jax.Array:
+        """A reference as backward scales a score: the product is rounded before anything is added.
+
+        The maximum keeps the product and a sum from being fused.
+        """
+        if not self.running:
+            return reference * (1.0 / _LOG2_E)
+        return jnp.maximum(reference * self.scale, float(jnp.finfo(jnp.float32).min))
 
     def _store(
         self, refs: Any, warpgroup: Any, tile: call.Tile, row: Any, index: Any, state: State
@@ -310,20 +345,22 @@ class Kernel:
         l, m = jnp.sum(sums, axis=1), self._finite(state.reference)
         if not self.running:
             is_right = ((l >= _LEAST) & (l <= _MOST)) | (l == 0.0)
-            wrong, own = jnp.where(is_right, 0, 1), self.own + warpgroup
+            wrong = jnp.where(is_right & (jnp.abs(m) <= _LARGE), 0, 1)
+            own = self.own + warpgroup
             flag = mosaic.any_set(wrong, mosaic.ROW, own, mosaic.WARPGROUP, self.twin)
             refs.flags[warpgroup, lax.axis_index("cta"), index] = flag
+        m = self._natural(m)
         factor = jnp.ones_like(l)
         if refs.sinks is not None:
-            sink = refs.sinks[tile.head] * _LOG2_E
+            sink = refs.sinks[tile.head]
             higher = self._finite(jnp.maximum(jnp.where(l == 0.0, -jnp.inf, m), sink))
-            factor = jnp.where(l == 0.0, 0.0, jnp.exp2(m - higher))
-            l, m = l * factor + jnp.exp2(sink - higher), higher
+            factor = jnp.where(l == 0.0, 0.0, jnp.exp2((m - higher) * _LOG2_E))
+            l, m = l * factor + jnp.exp2((sink - higher) * _LOG2_E), higher
         acc = acc * _along_rows(factor / jnp.where(l == 0.0, 1.0, l), acc.shape)
         o_smem = refs.o_smem.at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_smem[...] = acc.astype(jnp.bfloat16)
-        refs.lse_smem.at[warpgroup][...] = (m + jnp.log2(l)) * (1.0 / _LOG2_E)
+        refs.lse_smem.at[warpgroup][...] = m + jnp.log2(l) * (1.0 / _LOG2_E)
         plgpu.commit_smem()
         rows = pl.ds(row, _ROWS)
         plgpu.copy_smem_to_gmem(o_smem, refs.out.at[tile.batch, rows, tile.head])

@@ -1,0 +1,55 @@
+"""Mosaic GPU kernels compiled without a GPU, where JAX's plugin for CUDA is installed."""
+
+import importlib.util
+import os
+
+import jax
+import pytest
+
+from ejkernel import aot
+from ejkernel.aot import _mosaic, _targets
+from ejkernel.kernels._pallas.gpu._blocks import probe
+
+H200 = _targets.parse("cuda:sm_90")
+WHY_NOT = _mosaic.why_not(H200) or probe.why_not()
+SAID = """
+ptxas info    : Function properties for anonymous_mosaic_gpu_kernel
+    160 bytes stack frame, 168 bytes spill stores, 260 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 160 bytes cumulative stack size, 1 bytes smem
+"""
+
+
+def test_it_says_why_not(monkeypatch):
+    assert "cuda:sm_90 alone" in str(_mosaic.why_not(_targets.parse("cuda:sm_80")))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'jax[cuda13]'" in str(_mosaic.why_not(H200))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda13_plugin")
+    assert _mosaic.why_not(H200) is None
+
+
+def test_what_compilers_print():
+    with _mosaic._printed() as said:
+        os.write(1, b"to one\n")
+        os.write(2, SAID.encode())
+        text = said()
+    assert text.startswith("to one\n")
+    (kernel,) = _mosaic.reports(text)
+    assert (kernel.registers, kernel.spill_bytes) == (168, 160)
+    with pytest.raises(RuntimeError, match="serialises"):
+        _mosaic.reports("ptxas info : (C7513) Potential Performance Loss")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128)])
+def test_attention_has_no_spills(d, e):
+    query, value = (jax.ShapeDtypeStruct((1, 512, 2, x), "bfloat16") for x in (d, e))
+    (report,) = aot.compile(
+        "flash_attention",
+        targets=["cuda:sm_90"],
+        call={"query": query, "key": query, "value": value, "causal": True},
+        entries=["pallas/gpu"],
+        directions=["forward"],
+    )
+    assert report.status == "compiled", report.reason
+    assert [kernel.spill_bytes for kernel in report.kernels] == [0, 0]
