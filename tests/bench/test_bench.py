@@ -534,7 +534,8 @@ def test_committed_workloads_load():
     program = (
         "import glob; from ejkernel.bench import _workloads; "
         "files = sorted(glob.glob('benchmarks/[cg]pu_*.py'), key=lambda f: 'ring' not in f); "
-        "print([len(_workloads.load(f)) for f in files if not f.endswith(('memcheck.py', 'soak.py'))])"
+        "others = ('memcheck.py', 'soak.py'); "
+        "print([len(_workloads.load(f)) for f in files if not f.endswith(others)])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
