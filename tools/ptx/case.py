@@ -1,6 +1,7 @@
 """A generated case of an operation, its Triton kernel compiled for Hopper and emulated."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -47,9 +48,10 @@ class Report:
 
 def entry_of(op: str) -> Any:
     """The Triton kernel of an operation."""
-    found = [e for e in kernel_registry.list(op) if e.name == "triton/gpu"]
+    ops = kernel_registry.ops()
+    found = [e for e in kernel_registry.list(op) if e.name == "triton/gpu"] if op in ops else []
     if not found:
-        raise LookupError(f"`{op}` has no Triton kernel.")
+        raise LookupError(f"`{op}` is no operation with a Triton kernel.")
     return found[0]
 
 
@@ -59,55 +61,63 @@ def run(
     dtype: str = "bfloat16",
     *,
     gradients: bool = True,
-    config: str = "heuristic",
+    testing: bool = False,
 ) -> Report:
-    """Runs a case, by default the first that the kernel serves, in both directions.
+    """Runs a case in both directions.
 
     Args:
       op: The operation.
       name: The case; None for the first that the kernel serves.
       dtype: Of the case's arrays.
       gradients: Whether the kernel's backward runs too, if it has one.
-      config: "heuristic" for what an H200 would run, "testing" for the small blocks of the tests.
+      testing: Whether to use the small blocks of the tests instead of what an H200 would run.
     """
+    case, args = _find(op, name, dtype)
+    wanted = case.grads or kernel_registry.spec(op).differentiable
+    return check(op, args, wanted if gradients else (), testing=testing, label=case.name)
+
+
+def check(
+    op: str, args: Any, wanted: Collection[str], *, testing: bool = False, label: str = "call"
+) -> Report:
+    """Runs a call, with gradients of the arrays in `wanted` if the kernel has a backward."""
     spec, entry = kernel_registry.spec(op), entry_of(op)
-    case, args = _find(spec, entry, name, dtype)
-    gradients = gradients and entry.why_not(args, direction=BACKWARD) is None
-    able = case.grads or spec.differentiable
-    wanted = tuple(n for n in args.arrays() if gradients and n in able)
+    differentiable = entry.why_not(args, direction=BACKWARD) is None
+    wanted = tuple(n for n in args.arrays() if differentiable and n in wanted)
     problem = _oracle.solve(spec, args, wanted)
-    choose = lambda direction: (
-        None
-        if entry.config is None
-        else entry.heuristic(args, direction, H200)
-        if config == "heuristic"
-        else entry.config.testing(args, direction)
-    )
+
+    def config(direction: str) -> Any:
+        if entry.config is None:
+            return None
+        if testing:
+            return entry.config.testing(args, direction)
+        return entry.heuristic(args, direction, H200)
 
     def both(args: Any, cotangents: Any) -> Any:
-        outputs, residuals = entry.fn(args, choose(FORWARD))
+        outputs, residuals = entry.fn(args, config(FORWARD))
         if not wanted:
             return outputs, {}
-        found = entry.backward(
-            args, choose(BACKWARD), outputs, residuals, cotangents, frozenset(wanted)
-        )
+        names = frozenset(wanted)
+        found = entry.backward(args, config(BACKWARD), outputs, residuals, cotangents, names)
         return outputs, {n: found[n] for n in wanted}
 
     with hook.emulated() as launches:
         outputs, found = jax.block_until_ready(jax.jit(both)(args, problem.cotangents))
     answer = _oracle.answer(spec, args, outputs, found)
-    return Report(op, case.name, _oracle.mismatch(answer, problem), launches)
+    return Report(op, label, _oracle.mismatch(answer, problem), launches)
 
 
-def _find(spec: Any, entry: Any, name: str | None, dtype: str) -> tuple[Any, Any]:
+def _find(op: str, name: str | None, dtype: str) -> tuple[Any, Any]:
     """A case and its arguments; raises if there is none, or the kernel refuses it."""
+    entry = entry_of(op)
+    spec = kernel_registry.spec(op)
     cases = [case for case in spec.cases() if name in (None, case.name)]
     if not cases:
         known = ", ".join(case.name for case in spec.cases())
-        raise LookupError(f"`{entry.op}` has no case {name!r}; it has {known}.")
+        raise LookupError(f"`{op}` has no case {name!r}; it has {known}.")
     reason = None
     for case in cases:
         args = spec.make(case, jnp.dtype(dtype), jax.random.key(11))
         if (reason := entry.why_not(args)) is None:
             return case, args
-    raise LookupError(f"`{entry.op}`: the Triton kernel refuses {name or 'all cases'}: {reason}")
+    raise LookupError(f"`{op}`: the Triton kernel refuses {name or 'all cases'}: {reason}")
