@@ -53,12 +53,13 @@ def test_flash_attention_is_clean():
     assert report.clean, "\n".join(report.lines())
 
 
-def recurrence(size):
-    """A call whose backward takes several blocks of states."""
+def recurrence(length, size):
+    """A call whose backward takes several chunks, and several blocks of each state."""
     spec = kernel_registry.spec("linear_recurrence")
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (1, 64, 1, size), jnp.bfloat16) for key in keys)
+    q, k, v = (jax.random.normal(key, (1, length, 1, size), jnp.bfloat16) for key in keys)
     given = {"query": q, "key": k, "value": v, "softmax_scale": 0.125}
+    given["g_gamma"] = jnp.full((1,), -0.05)
     return spec.canonicalize(spec.unpack(spec.complete(given)))
 
 
@@ -78,7 +79,8 @@ def test_the_race_of_the_recurrence_is_found(pipelined, tmp_path, monkeypatch):
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
         monkeypatch.setattr(bwd, "bwd_chunk", module)
-    report = case.check("linear_recurrence", recurrence(256), ("query", "key", "value"))
+    wanted = ("query", "key", "value", "g_gamma")
+    report = case.check("linear_recurrence", recurrence(128, 128), wanted)
     races = [race for x in report.launches for race in x.races]
     if pipelined:
         assert any("writes what a product in flight reads" in race for race in races)
