@@ -79,13 +79,13 @@ def compiled(call, *arrays):
     return _triton_call.compile_launch(eqn.params["launch"], avals, hook.HOPPER)
 
 
-def run_product(edit=lambda ptx: ptx, **others):
+def run_product(edit=None, **others):
     """Outcome and result of the product, after an edit of its PTX."""
     a, b = (np.asarray(x) for x in factors())
     made, out = compiled(call_product, a, b), np.full((M, N), np.nan, np.float32)
     given = {"shared_bytes": made.shared_bytes, "writable": [out]} | others
-    ptx = edit(made.code)
-    assert edit is run_product.__defaults__[0] or ptx != made.code
+    ptx = made.code if edit is None else edit(made.code)
+    assert edit is None or ptx != made.code
     return launch.run(ptx, [a, b, out, K], (1,), **given), out
 
 
@@ -159,16 +159,20 @@ def test_integers_are_right():
 # Faults put in
 
 
-def late(pattern, to):
+def replaced(pattern, to):
+    """An edit of PTX."""
     return lambda ptx: re.sub(pattern, to, ptx)
 
 
 @pytest.mark.parametrize(
     ("edit", "race"),
     [
-        (late(r"(wgmma\.wait_group\.sync\.aligned\s+)\d", r"\g<1>7"), "a product in flight reads"),
-        (late(r"(cp\.async\.wait_group\s+)\d", r"\g<1>7"), "a copy in flight writes"),
-        (late(r"bar\.sync\s+0;", ""), "another warp wrote since the last barrier"),
+        (
+            replaced(r"(wgmma\.wait_group\.sync\.aligned\s+)\d", r"\g<1>7"),
+            "a product in flight reads",
+        ),
+        (replaced(r"(cp\.async\.wait_group\s+)\d", r"\g<1>7"), "a copy in flight writes"),
+        (replaced(r"bar\.sync\s+0;", ""), "another warp wrote since the last barrier"),
     ],
     ids=["copy_overtakes_product", "product_overtakes_copy", "no_barrier"],
 )
@@ -213,6 +217,6 @@ def test_too_little_shared_memory_is_found():
 
 
 def test_an_unknown_instruction_is_named():
-    outcome, out = run_product(late(r"\bshl\.b32\b", "shl.strange.b32"))
+    outcome, out = run_product(replaced(r"\bshl\.b32\b", "shl.strange.b32"))
     assert outcome.fault.startswith("UnknownInstructionError: `shl.strange.b32 %r")
     assert np.isnan(out).all()

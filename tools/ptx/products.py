@@ -92,8 +92,8 @@ class Product(NamedTuple):
     to: tuple[text.Register, ...]
     columns: int
     kind: str
-    # registers, read only when the product ends, or addresses [64, 16] for each group
-    left: tuple[text.Operand, ...] | list[np.ndarray]
+    held: tuple[text.Operand, ...] | None  # the left factor's registers, read at the end
+    left: list[np.ndarray]  # else its addresses [64, 16], for each group
     right: list[np.ndarray]  # addresses [columns, 16] for each group
     adds: np.ndarray  # whether the accumulator is added, by thread
 
@@ -110,15 +110,14 @@ def begin_product(block: Any, operands: Any, options: Any, mask: Any) -> None:
     factor = lambda operand, rows, flag: [
         _places(block, descriptor, rows, flag) for descriptor in _descriptors(block, operand)
     ]
-    if not isinstance(left, tuple):
-        left = factor(left, 64, transposed[0])
+    held = left if isinstance(left, tuple) else None
+    left = [] if held else factor(left, 64, transposed[0])
     right = factor(right, columns, transposed[-1])
     for factors in (left, right):
-        if isinstance(factors, list):
-            for group, places in enumerate(factors):
-                block.shared.begin_product(places.ravel(), group)
+        for group, places in enumerate(factors):
+            block.shared.begin_product(places.ravel(), group)
     adds = block.predicate(adds)
-    block.products[-1].append(Product(to, columns, options["kind"], left, right, adds))
+    block.products[-1].append(Product(to, columns, options["kind"], held, left, right, adds))
 
 
 def _descriptors(block: Any, operand: text.Operand) -> list[int]:
@@ -167,8 +166,8 @@ def await_products(block: Any, operands: Any, options: Any, mask: Any) -> None:
 def _end_product(block: Any, product: Product) -> None:
     words = block.shared.data[: block.shared.data.size // 2 * 2].view(np.uint16)
     held = None
-    if isinstance(product.left, tuple):
-        held = _left_factor(block, product.left, product.kind).reshape(-1, 64, 16)
+    if product.held is not None:
+        held = _left_factor(block, product.held, product.kind).reshape(-1, 64, 16)
     sums = []
     for register in product.to:
         known = block.is_set(register)
