@@ -58,8 +58,9 @@ class SharedMemory:
 
     Between two barriers (an epoch) no warp may read or write what another wrote, nor write what
     another read. Whatever the barriers, nothing may touch the target of a copy in flight, and
-    nothing may write what a product in flight reads. Cells are one byte, or two if all accesses
-    have even addresses and sizes.
+    nothing may write what a product in flight reads. Stores need a fence before a product reads
+    them; of copies none is asked for, as Triton makes none. Cells are one byte, or two if the
+    program moves no single bytes.
     """
 
     def __init__(self, size: int, warps: int, cell: int, report: Callable[[str], None]) -> None:
@@ -119,10 +120,9 @@ class SharedMemory:
             if ((epochs[cells] == self._epoch) & (warps != warp)).any():
                 self._report("writes what another warp read since the last barrier")
         self._mark_written(cells, warps)
+        self._unfenced[cells] = not copy  # of whoever wrote last
         if copy:
             self._copied[cells] = True
-        else:
-            self._unfenced[cells] = True
 
     def _mark_written(self, cells: np.ndarray, warps: np.ndarray) -> None:
         self._written[cells] = self._epoch

@@ -55,7 +55,8 @@ class Instruction:
     line: str  # of the Triton source, "fwd.py:33", where the compiler tells
 
     def __str__(self) -> str:
-        return f"`{self.text}` ({self.line})" if self.line else f"`{self.text}`"
+        short = re.sub(r"\{([^,}]*),[^}]{50,}\}", r"{\1, ...}", self.text)
+        return f"`{short}` ({self.line})" if self.line else f"`{short}`"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
