@@ -59,8 +59,8 @@ class SharedMemory:
     Between two barriers (an epoch) no warp may read or write what another wrote, nor write what
     another read. Whatever the barriers, nothing may touch the target of a copy in flight, and
     nothing may write what a product in flight reads. Stores need a fence before a product reads
-    them; of copies none is asked for, as Triton makes none. Cells are one byte, or two if the
-    program moves no single bytes.
+    them; copies are not held to that, since Triton 3.6 makes no fence for them (3.9 does). Cells
+    are one byte, or two if the program moves no single bytes.
     """
 
     def __init__(self, size: int, warps: int, cell: int, report: Callable[[str], None]) -> None:
