@@ -1,4 +1,7 @@
-"""Attention for Hopper in Mosaic's interpreter: twins of the inlined steps share all other code."""
+"""Attention for Hopper: on its GPU; elsewhere in Mosaic's interpreter.
+
+There, twins of the inlined steps share all other code.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,6 +18,7 @@ from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._pallas.gpu.flash_attention import config
 from ejkernel.modules import flash_attention
+from tests.backend import BACKEND
 from tests.kernels import harness
 
 OP = "flash_attention"
@@ -23,15 +27,13 @@ ENTRY = harness.find_entry(OP, "pallas/gpu")
 H200, A100 = Target("gpu", "NVIDIA H200", "9.0"), Target("gpu", "NVIDIA A100", "8.0")
 SMALL = config.Config(block_q=128, block_k=64, num_programs=2)
 
-needs_interpreter = pytest.mark.skipif(
-    probe.why_not_interpreted() is not None,
-    reason="needs the Mosaic GPU interpreter of JAX 0.12",
-)
+WHY_NOT = probe.why_not() if BACKEND == "gpu" else probe.why_not_interpreted()
+runs_kernels = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def interpreted(test):
     """A wrong barrier makes a kernel wait for ever."""
-    return needs_interpreter(pytest.mark.timeout(150)(test))
+    return runs_kernels(pytest.mark.timeout(150)(test))
 
 
 @pytest.fixture(autouse=True)
