@@ -3,7 +3,6 @@
 import ast
 import functools
 import hashlib
-import importlib.util
 import io
 import pathlib
 import tokenize
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from ejkernel.kernels._registry import KernelEntry
 
 _PACKAGE = "ejkernel.kernels"
+_ROOT = pathlib.Path(__file__).parent
 # what holds for every kernel, and is checked by tests of its own
 _FRAMEWORK = frozenset(
     f"{_PACKAGE}.{name}"
@@ -63,12 +63,13 @@ def _is_kernel(module: str) -> bool:
 
 @functools.cache
 def _path(module: str) -> pathlib.Path | None:
-    """The file of a module; None for a name that is none, such as a function's."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # its parent is no package
-        return None
-    return None if spec is None or spec.origin is None else pathlib.Path(spec.origin)
+    """The file of a module; None for a name that is none, such as a function's.
+
+    Found by name: importing parent packages would make the answer depend on what is installed.
+    """
+    path = _ROOT.joinpath(*module.removeprefix(f"{_PACKAGE}.").split("."))
+    files = (path / "__init__.py", path.with_suffix(".py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 @functools.cache
