@@ -6,7 +6,8 @@ compute-sanitizer --tool racecheck python benchmarks/gpu_hopper_soak.py --runs 2
 
 Every call is compared with XLA's once. Then it runs again and again: output, logsumexp and the
 gradients of keys and values must have the same bits each time. Those of queries are added in an
-order that varies. A hang shows as a call that does not end. Needs an H100 or H200.
+order that varies, except with `deterministic=True`, which every call runs with as well: then all
+bits must be the same. A hang shows as a call that does not end. Needs an H100 or H200.
 """
 
 import argparse
@@ -30,6 +31,8 @@ _SMALL = {
     "both sides": (1, 300, 400, 2, 1, 64, 64, {"sliding_window": (90, 40)}),
     "cap": (1, 256, 256, 2, 1, 128, 128, {"causal": True, "logits_soft_cap": 30.0}),
     "192": (1, 256, 256, 2, 2, 192, 128, {"causal": True}),
+    "segments": (2, 500, 500, 4, 2, 128, 128, {"causal": True, "segments": 3}),
+    "segments d64": (1, 700, 450, 2, 1, 64, 64, {"segments": 2}),
     "large scores": (1, 256, 512, 2, 1, 128, 128, {"factor": 32.0}),
 }
 _LARGE = {
@@ -40,6 +43,7 @@ _LARGE = {
     "d192 4k": (2, 4096, 4096, 16, 16, 192, 128, {"causal": True}),
     "d128 16k": (1, 16384, 16384, 16, 16, 128, 128, {"causal": True}),
     "16k window": (1, 16384, 16384, 16, 16, 128, 128, {"causal": True, "sliding_window": 1023}),
+    "4k segments": (4, 4096, 4096, 16, 16, 128, 128, {"causal": True, "segments": 4}),
     "std 32": (4, 4096, 4096, 16, 16, 128, 128, {"causal": True, "factor": 32.0}),
 }  # fmt: skip
 # Beside XLA's bfloat16 results; the tests compare with a float32 oracle.
@@ -54,21 +58,39 @@ def call(batch, t, s, heads, groups, d, e, options):
     q = q * jnp.bfloat16(options.pop("factor", 1.0))
     if options.pop("sinks", False):
         options["softmax_aux"] = jnp.ones((heads, 1))
+    if count := options.pop("segments", 0):
+        q_ids, k_ids = _ids(batch, t, count), _ids(batch, s, count)
+        options |= {"q_segment_ids": q_ids, "kv_segment_ids": k_ids}
+        spoil = lambda x, ids: jnp.where(ids[:, :, None, None] < 0, jnp.nan, x).astype(x.dtype)
+        q, k, v = spoil(q, q_ids), spoil(k, k_ids), spoil(v, k_ids)
     return (q, k, v), options | {"return_lse": True}
+
+
+def _ids(batch, length, count):
+    """Segments about as long, cut differently in each row, and padding behind them."""
+    index = jnp.arange(length, dtype=jnp.int32)[None] + 11 * jnp.arange(batch)[:, None]
+    return jnp.where(index < length * 15 // 16, index * count // length, -1)
 
 
 def check(name, sizes, runs):
     """Whether a call gives right numbers, and the same bits in every run."""
     arrays, options = call(*sizes)
-    ours = kernel_registry.get("flash_attention", "pallas", "gpu")
-    wanted = (0, 1, 2) if arrays[0].shape[-1] != 192 else ()
-    run = jax.jit(lambda *xs: _results(ours, xs, options, wanted))
     xla = functools.partial(flash_attention, platform="xla")
-    expected = jax.jit(lambda *xs: _results(xla, xs, options, wanted))(*arrays)
+    expected = jax.jit(lambda *xs: _results(xla, xs, options))(*arrays)
+    good = True
+    for deterministic in (False, True):
+        good &= _repeat(name, arrays, options, expected, runs, deterministic)
+    return good
+
+
+def _repeat(name, arrays, options, expected, runs, deterministic):
+    ours = kernel_registry.get("flash_attention", "pallas", "gpu")
+    options = options | {"deterministic": deterministic}
+    run = jax.jit(lambda *xs: _results(ours, xs, options))
     first = jax.block_until_ready(run(*arrays))
     error = max(_error(x, y) for x, y in zip(first, expected, strict=True))
     # the last result is the gradient of queries
-    compared = len(first) - 1 if wanted else len(first)
+    compared = len(first) if deterministic else len(first) - 1
     same = jax.jit(lambda a, b: jnp.stack([_bits(a[i], b[i]) for i in range(compared)]).all())
     start, repeats = time.time(), True
     for _ in range(runs):
@@ -76,12 +98,14 @@ def check(name, sizes, runs):
     good = error <= _TOLERANCE and repeats
     verdict = "ok" if good else "WRONG" if repeats else "DIFFERS FROM RUN TO RUN"
     seconds = time.time() - start
-    sys.stdout.write(f"{name:16s} {verdict}: error {error:.1e}, {runs} runs in {seconds:.0f} s\n")
+    kind = "all bits" if deterministic else "default"
+    sys.stdout.write(f"{name:16s} {kind:8s} {verdict}: error {error:.1e}, ")
+    sys.stdout.write(f"{runs} runs in {seconds:.0f} s\n")
     sys.stdout.flush()
     return good
 
 
-def _results(attention, arrays, options, wanted):
+def _results(attention, arrays, options):
     """Output and logsumexp, then gradients: of keys, of values, of queries."""
 
     def both(*xs):
@@ -89,9 +113,7 @@ def _results(attention, arrays, options, wanted):
         seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(seen)), (out, lse)
 
-    if not wanted:
-        return both(*arrays)[1]
-    (dq, dk, dv), outputs = jax.grad(both, wanted, has_aux=True)(*arrays)
+    (dq, dk, dv), outputs = jax.grad(both, (0, 1, 2), has_aux=True)(*arrays)
     return *outputs, dk, dv, dq
 
 

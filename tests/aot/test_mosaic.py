@@ -4,6 +4,7 @@ import importlib.util
 import os
 
 import jax
+import numpy as np
 import pytest
 
 from ejkernel import aot
@@ -35,21 +36,42 @@ def test_what_compilers_print():
     assert text.startswith("to one\n")
     (kernel,) = _mosaic.reports(text)
     assert (kernel.registers, kernel.spill_bytes) == (168, 160)
-    with pytest.raises(RuntimeError, match="serialises"):
-        _mosaic.reports("ptxas info : (C7513) Potential Performance Loss")
+    for note in ("C7512", "C7513"):
+        with pytest.raises(RuntimeError, match=f"serialises.*{note}"):
+            _mosaic.reports(f"ptxas info : ({note}) Potential Performance Loss")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (192, 128)])
-def test_attention_has_no_spills(d, e):
+def test_attention_hardly_spills(d, e):
     query, value = (jax.ShapeDtypeStruct((1, 512, 2, x), "bfloat16") for x in (d, e))
+    call = {"query": query, "key": query, "value": value, "causal": True, "deterministic": True}
+    reports = aot.compile(
+        "flash_attention", targets=["cuda:sm_90"], call=call, entries=["pallas/gpu"]
+    )
+    # dk and dv with exact weights, which rarely run, keep two values of a thread in memory
+    most = {"forward": [0, 0], "backward": [0, 0, 8, 0, 0]}
+    assert {r.direction for r in reports} == most.keys()
+    for report in reports:
+        assert report.status == "compiled", report.reason
+        found = [kernel.spill_bytes for kernel in report.kernels]
+        assert np.less_equal(found, most[report.direction]).all(), found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize("d", [64, 128])
+def test_attention_with_segments_spills_little(d):
+    """A few words that no loop touches; products stay parallel, else it does not compile."""
+    query = jax.ShapeDtypeStruct((1, 512, 2, d), "bfloat16")
+    ids = jax.ShapeDtypeStruct((1, 512), "int32")
     (report,) = aot.compile(
         "flash_attention",
         targets=["cuda:sm_90"],
-        call={"query": query, "key": query, "value": value, "causal": True},
+        call={"query": query, "key": query, "value": query, "causal": True, "q_segment_ids": ids},
         entries=["pallas/gpu"],
         directions=["forward"],
     )
     assert report.status == "compiled", report.reason
-    assert [kernel.spill_bytes for kernel in report.kernels] == [0, 0]
+    assert all(kernel.spill_bytes <= 64 for kernel in report.kernels)

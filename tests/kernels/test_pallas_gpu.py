@@ -13,7 +13,6 @@ import pytest
 
 from ejkernel import _settings
 from ejkernel._device import Target
-from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._pallas.gpu.flash_attention import config
@@ -36,14 +35,7 @@ def interpreted(test):
     return runs_kernels(pytest.mark.timeout(150)(test))
 
 
-@pytest.fixture(autouse=True)
-def _usable_interpreter():
-    """A kernel that failed in the interpreter spoils those that follow, unless it is reset."""
-    yield
-    if probe.why_not_interpreted() is None:
-        from ejkernel.kernels._pallas.gpu._blocks import mosaic
-
-        mosaic.reset_interpreter()
+pytestmark = pytest.mark.usefixtures("usable_mosaic_interpreter")
 
 
 def arrays(t, s, heads=1, groups=1, d=64, e=64, batch=1, factor=1.0) -> dict[str, Any]:
@@ -266,8 +258,6 @@ def test_vmap(sinks):
         ({"bias": np.zeros((1, 1, 64, 64), np.float32)}, "does not honour"),
         ({"alibi_slopes": np.ones(1, np.float32)}, "does not honour"),
         ({"dropout_prob": 0.1, "dropout_seed": 1}, "does not honour"),
-        ({"q_segment_ids": np.zeros((1, 64), np.int32)}, "does not honour"),
-        ({"cum_seqlens_q": np.asarray([0, 64], np.int32)}, "does not honour"),
         ({"softmax_scale": -1.0}, "positive softmax_scale"),
     ],
 )
@@ -303,6 +293,7 @@ def test_old_versions_of_jax_are_refused(monkeypatch):
 def test_configs_check_themselves():
     wrongs: tuple[dict[str, Any], ...] = (
         {"block_q": 100},
+        {"block_q": 48},
         {"block_q": 128, "block_k": 96},
         {"block_q": 128, "num_stages": 4},
         {"block_q": 192},  # 240 registers are too many for three warpgroups
@@ -346,7 +337,7 @@ def test_a_call_for_a_gpu_says_why_not():
     assert "has not run on a GPU" in refused["pallas/gpu"]
 
 
-@pytest.mark.skipif(probe.why_not() is not None, reason="the entry refuses on this JAX")
+@pytest.mark.skipif(probe.why_not() is not None, reason=str(probe.why_not()))
 def test_gradients_by_name():
     from ejkernel.ops.config import selection
 
@@ -354,8 +345,8 @@ def test_gradients_by_name():
     able, _ = selection.sort_out(inv)
     assert "pallas/gpu" in {i.name for i in able}
     same_bits = dataclasses.replace(inv, call=dataclasses.replace(inv.call, deterministic=True))
-    with pytest.raises(UnsupportedError, match="in an order that varies"):
-        selection.sort_out(same_bits)
+    able, _ = selection.sort_out(same_bits)
+    assert "pallas/gpu" in {i.name for i in able}
 
 
 def flash_attention_kernel():

@@ -1,9 +1,16 @@
-"""Which tiles each program of a persistent kernel computes, and in which order; NumPy alone."""
+"""Which tiles each program of a persistent kernel computes, and in which order.
+
+NumPy makes the list where the work of tiles is known; XLA makes it where ids or lengths decide.
+"""
 
 import functools
 import heapq
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from ejkernel.callib import cdiv
 
 # What a tile costs besides its blocks: loading queries, storing results.
 _OVERHEAD = 1.0
@@ -50,6 +57,48 @@ def deal(work: tuple[int, ...], pairs: int, width: int, ctas: int, pad: int) -> 
     for cta, items in enumerate(taken):
         table[cta, : len(items)] = items
     return table
+
+
+def deal_on_device(
+    work: jax.Array, heads: int, width: int, ctas: int, pad: int
+) -> tuple[jax.Array, int]:
+    """The same for tiles whose work [b, tiles] is traced, and equal for all heads of a row.
+
+    Sections are rows of the batch, or some heads of one row. In a section the longest tiles come
+    first. Programs take them in turn, each time in the other direction, since a heap would take one
+    step after the other; the programs that end a section late begin the next one early. Between
+    sections a program may have -1 in its list. Also returns how long the longest list is.
+    """
+    batch, tiles = work.shape
+    many, few = max(width // heads, 1), min(width, heads)  # rows, and heads, in a section
+    row, head = np.arange(batch, dtype=np.int32)[:, None], np.arange(heads, dtype=np.int32)[None]
+    section = row // many * cdiv(heads, few) + head // few  # [b, heads]
+    counts = -(-np.bincount(section.ravel()) * tiles // ctas)  # turns that a section takes
+    first_turn = (np.cumsum(counts) - counts).astype(np.int32)[section]
+    wide = np.minimum(few, heads - head // few * few)  # heads in the section of a head
+    rank = _ranks(work, many)[:, :, None]
+    place = rank * wide[:, None] + (head % few)[:, None]  # in the section; [b, tiles, heads]
+    turn, step = place // ctas, place % ctas
+    is_turned = (turn + section[:, None]) % 2 == 1
+    cta = jnp.where(is_turned, ctas - 1 - step, step)
+    number = jnp.arange(batch * heads * tiles, dtype=jnp.int32).reshape(batch, heads, tiles)
+    rounds = int(counts.sum())
+    table = jnp.full((ctas, cdiv(rounds + 1, pad) * pad), -1, jnp.int32)
+    at = (cta, turn + first_turn[:, None])
+    return table.at[at].set(number.transpose(0, 2, 1), unique_indices=True), rounds
+
+
+def _ranks(work: jax.Array, many: int) -> jax.Array:
+    """How many tiles come before each, the longest first, among those of `many` rows."""
+    batch, tiles = work.shape
+    sections = cdiv(batch, many)
+    behind = ((0, sections * many - batch), (0, 0))
+    work = jnp.pad(work, behind, constant_values=-1).reshape(sections, many * tiles)
+    mine, other = work[:, :, None], work[:, None]
+    index = jnp.arange(many * tiles, dtype=jnp.int32)  # of NumPy, pairs would be a large constant
+    is_before = (index[:, None] > index[None])[None]
+    rank = jnp.sum((other > mine) | ((other == mine) & is_before), axis=-1, dtype=jnp.int32)
+    return rank.reshape(-1, tiles)[:batch]
 
 
 def rounds(table: np.ndarray) -> int:

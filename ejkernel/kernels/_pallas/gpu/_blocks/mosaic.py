@@ -71,6 +71,37 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return typed(ref, layout=layout)
 
 
+def indices(shape: tuple[int, int], row: Any, column: Any) -> tuple[jax.Array, jax.Array]:
+    """Indices of rows and of columns in a tile of registers whose first ones are given."""
+    rows, columns = (
+        plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + first
+        for size, layout, first in zip(shape, (ROW, COLUMN), (row, column), strict=True)
+    )
+    along = jax.lax.broadcast_in_dim
+    return along(rows, shape, [0]), along(columns, shape, [1])
+
+
+def load_global(ref: Any, layout: Any) -> jax.Array:
+    """Device memory as an array in registers, past shared memory."""
+    typed: Any = plgpu.load
+    return typed(ref, layout=layout, optimized=False)  # there are no banks to mind
+
+
+def clear_rows(tiles: Any, ids: Any) -> None:
+    """Writes zeros into the rows of tiles [n, d] in shared memory whose ids are negative.
+
+    The ids [n] are in device memory.
+    """
+    part = (ROWS, _ATOM)  # small, since a warpgroup that loads has few registers
+    for row in range(0, tiles.shape[0], part[0]):
+        rows = pl.ds(row, part[0])
+        is_real = jax.lax.broadcast_in_dim(load_global(ids.at[rows], ROW) >= 0, part, (0,))
+        for column in range(0, tiles.shape[1], part[1]):
+            at = tiles.at[rows, pl.ds(column, part[1])]
+            values = load(at, WGMMA)
+            at[...] = jnp.where(is_real, values, jnp.zeros_like(values))
+
+
 def compiler_params(**options: Any) -> Any:
     """Inlined functions see a warpgroup's registers under lane semantics only."""
     return plgpu.CompilerParams(

@@ -50,10 +50,9 @@ def forward(args: Any, cfg: config.Config) -> tuple[Any, Any]:
 
 def backward_requires(args: Any) -> str | None:
     """What only backward cannot do."""
-    if args.query.shape[-1] == 192:
-        return "has no gradient for a head size of 192: dk and dv would not fit into registers"
-    if args.deterministic:
-        return "adds gradients of queries in an order that varies; `deterministic` needs another"
+    fields = ("q_segment_ids", "kv_segment_ids", "cum_seqlens_q", "cum_seqlens_k")
+    if config.sums_in_order(args) and any(getattr(args, name) is not None for name in fields):
+        return "has no gradients in a fixed order, nor for heads of 192, with segments"
     return None
 
 
@@ -71,6 +70,7 @@ kernel_registry.register(
     honours={
         *("causal", "softmax_scale", "sliding_window", "logits_soft_cap", "softmax_aux"),
         *("return_lse", "deterministic"),
+        *("q_segment_ids", "kv_segment_ids", "cum_seqlens_q", "cum_seqlens_k"),
     },
     requires=requires,
     device_requires=device_requires,

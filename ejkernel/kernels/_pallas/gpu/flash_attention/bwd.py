@@ -1,8 +1,12 @@
-"""Attention backward for Hopper: three launches, and one more that rarely has anything to do.
+"""Attention backward for Hopper: two launches, and one more that rarely has anything to do.
 
 The first finds what the second needs of every row, the second computes all gradients, dq in
 float32 and unscaled. A copy of the second with exact weights runs in its place where a logsumexp
 is so large that its rounding would change weights. Scaling and rounding dq is left to XLA.
+
+With sums of a fixed order, dk and dv come from one kernel and dq from another, which compute the
+same weights: seven products for five. Heads of 192 take these two as well, since registers do not
+hold more than their dk and dv.
 """
 
 from collections.abc import Sequence
@@ -13,12 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._pallas.gpu._blocks import batching, launch
-from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan, bwd_rows, bwd_tiles
+from ejkernel.kernels._pallas.gpu._blocks import batching, launch, mosaic, segment_ranges
+from ejkernel.kernels._pallas.gpu.flash_attention import (
+    bwd_dq,
+    bwd_kernel,
+    bwd_keys,
+    bwd_plan,
+    bwd_rows,
+    bwd_tiles,
+    bwd_tokens,
+    config,
+)
 
-# Up to this logsumexp, starting scores from -lse / scale changes weights by 5e-4 of themselves, an
-# eighth of what bfloat16 rounds away.
-_LARGE = 4096.0
 _TILE_ROWS = 8  # TMA copies tiles of eight rows
 
 
@@ -35,13 +45,16 @@ def backward(
     if args.logits_soft_cap is not None:  # it is applied to scores alone
         kernels = (True,)
 
+    extra, tree = jax.tree.flatten(segment_ranges.sides(args))
+
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _gradients(args, cfg, kernels, *arrays)
+        sides = jax.tree.unflatten(tree, arrays[: len(extra)])
+        return _gradients(args, cfg, kernels, sides, *arrays[len(extra) :])
 
     (lse,) = residuals
     arrays = (args.query, args.key, args.value, outputs[0], cotangents[0], lse)
     dlse = cotangents[1:] if args.return_lse else ()
-    *found, delta = batching.joins_batch(run)(*arrays, *dlse)
+    *found, delta = batching.joins_batch(run)(*extra, *arrays, *dlse)
     made: dict[str, jax.Array] = dict(zip(("query", "key", "value"), found, strict=True))
     if "softmax_aux" in wanted:
         made["softmax_aux"] = _attention.sink_gradient(args, lse, delta)
@@ -52,6 +65,7 @@ def _gradients(
     args: Any,
     cfg: Any,
     kernels: Sequence[bool],
+    sides: Any,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -61,36 +75,55 @@ def _gradients(
     dlse: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv, and delta [b, h, t]."""
-    plan = plan_of(args, cfg, query, key)
+    plan = plan_of(args, cfg, query, key, value)
     # the interpreter takes no part of a block, which TMA fills with zeros and leaves unwritten
-    rows_q, rows_k = (plan.block_q, bwd_plan.TILE_KEYS) if plan.twin else (_TILE_ROWS, _TILE_ROWS)
-    q, out, dout = (
-        _padded(x.astype(jnp.bfloat16), rows_q, plan.block_q) for x in (query, out, dout)
-    )
+    whole_q = bwd_plan.TILE_QUERIES if plan.in_order else plan.block_q
+    rows_q, rows_k = (whole_q, bwd_plan.TILE_KEYS) if plan.twin else (_TILE_ROWS, _TILE_ROWS)
+    least_q = max(plan.block_q, mosaic.ROWS)
+    q, out, dout = (_padded(x.astype(jnp.bfloat16), rows_q, least_q) for x in (query, out, dout))
     k, v = (_padded(x, rows_k, bwd_plan.TILE_KEYS) for x in (key, value))
     rows = bwd_rows.prepare(plan, out, dout, lse, dlse)
-    largest = jnp.max(jnp.where(jnp.isneginf(lse), 0.0, jnp.abs(lse)))
-    exact = largest > _LARGE if len(kernels) > 1 else jnp.asarray(kernels[0])
-    results = bwd_tiles.Results(rows.dq, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype))
-    for is_exact in kernels:
-        of_rows = (rows.lse if is_exact else rows.start, rows.neg_delta)
-        flag = exact.astype(jnp.int32).reshape(1)
-        operands = bwd_tiles.Operands(q, k, v, dout, *of_rows, flag)
-        results = bwd_tiles.Kernel(plan, is_exact).launch(operands, results)
-    dq = results.dq.sum(axis=0) if plan.twin else results.dq
+    exact = rows.exact if len(kernels) > 1 else jnp.full(1, kernels[0], jnp.int32)
+    starting, exactly = (
+        bwd_kernel.Operands(q, k, v, dout, of_rows, rows.neg_delta, exact)
+        for of_rows in (rows.start, rows.lse)
+    )
+    tokens = () if sides is None else bwd_tokens.of_sides(plan, sides)
+
+    def launched(kind: Any, results: Any, operands: Any = starting) -> Any:
+        for is_exact in kernels:
+            given = exactly if is_exact else operands
+            results = kind(plan, is_exact).launch(given, results, tokens)
+        return results
+
+    of_keys = (_empty_like(k), _empty_like(v))
+    if plan.in_order:
+        dk, dv = launched(bwd_keys.Kernel, bwd_keys.Results(*of_keys))
+        (dq,) = launched(bwd_dq.Kernel, bwd_dq.Results(_empty_like(q)), exactly)
+    else:
+        dq, dk, dv = launched(bwd_tiles.Kernel, bwd_tiles.Results(rows.dq, *of_keys))
+        dq = dq.sum(axis=0) if plan.twin else dq
+        dq = (dq * plan.scale).astype(jnp.bfloat16)
     return (
-        (dq[:, : plan.num_q] * plan.scale).astype(jnp.bfloat16),
-        results.dk[:, : plan.num_k],
-        results.dv[:, : plan.num_k],
+        dq[:, : plan.num_q],
+        dk[:, : plan.num_k],
+        dv[:, : plan.num_k],
         -rows.neg_delta[:, :, : plan.num_q],
     )
 
 
-def plan_of(args: Any, cfg: Any, query: jax.Array, key: jax.Array) -> bwd_plan.Plan:
+def _empty_like(x: jax.Array) -> jax.Array:
+    return lax.empty(x.shape, x.dtype)
+
+
+def plan_of(
+    args: Any, cfg: Any, query: jax.Array, key: jax.Array, value: jax.Array
+) -> bwd_plan.Plan:
     """A call as its kernels see it."""
     batch, t, num_heads, d = query.shape
     _, s, num_groups, _ = key.shape
     left, right = args.sliding_window
+    no_tokens = args.q_segment_ids is None and args.cum_seqlens_q is None
     return bwd_plan.Plan(
         batch=batch,
         num_q=t,
@@ -98,6 +131,7 @@ def plan_of(args: Any, cfg: Any, query: jax.Array, key: jax.Array) -> bwd_plan.P
         heads=num_heads,
         key_heads=num_groups,
         head_dim=d,
+        value_dim=value.shape[-1],
         scale=float(args.softmax_scale),
         cap=None if args.logits_soft_cap is None else float(args.logits_soft_cap),
         # nothing is farther away, and sums of indices fit into 32 bits
@@ -109,6 +143,8 @@ def plan_of(args: Any, cfg: Any, query: jax.Array, key: jax.Array) -> bwd_plan.P
         section=cfg.section,
         num_programs=cfg.num_programs,
         twin=launch.interpreted(),
+        in_order=config.sums_in_order(args),
+        limits=() if no_tokens else segment_ranges.limits(args, of_keys=True),
     )
 
 

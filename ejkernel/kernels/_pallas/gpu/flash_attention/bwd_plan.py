@@ -1,4 +1,7 @@
-"""What a program of the attention backward works on: keys, and the blocks of queries they meet."""
+"""What a program of the attention backward works on: keys, and the blocks of queries they meet.
+
+Where dq has a kernel of its own, a program of that works on queries and the blocks of their keys.
+"""
 
 import dataclasses
 import functools
@@ -9,14 +12,19 @@ from jax import lax
 
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.gpu._blocks import mosaic, ranges
+from ejkernel.kernels._pallas.gpu.flash_attention import config
 
 WARPGROUPS = 2  # that compute; a third one loads
 TILE_KEYS = WARPGROUPS * mosaic.ROWS
+TILE_QUERIES = WARPGROUPS * mosaic.ROWS  # of the kernel of dq alone
 _PART = mosaic.ROWS * mosaic.ROWS  # values of dq that a warpgroup computes in a step
 
 
 class Bounds(NamedTuple):
-    """Blocks of queries [first, last) meet keys of a tile; those in [full, ragged) see them all."""
+    """Blocks of queries [first, last) meet keys of a tile; those in [full, ragged) see them all.
+
+    Or, of a tile of queries, blocks of keys that it sees; all of it, those in [full, ragged).
+    """
 
     first: Any
     full: Any
@@ -37,6 +45,7 @@ class Plan:
     heads: int
     key_heads: int
     head_dim: int
+    value_dim: int
     scale: float
     cap: float | None  # of scores
     left: int | None
@@ -47,9 +56,11 @@ class Plan:
     section: int  # MiB of queries and their gradients that programs work on at a time
     num_programs: int  # that run at a time
     twin: bool  # for JAX's interpreter
+    in_order: bool = False  # dq has a kernel of its own, and all sums a fixed order
+    limits: tuple[str, ...] = ()  # of keys by `segment_ranges`, where ids or lengths decide
 
     def __post_init__(self) -> None:
-        if self.block_q * self.head_dim != WARPGROUPS * _PART:
+        if not self.in_order and self.block_q * self.head_dim != WARPGROUPS * _PART:
             needed = WARPGROUPS * _PART // self.head_dim
             raise ValueError(
                 f"`flash_attention`: backward needs block_q={needed} for a head size of "
@@ -66,8 +77,18 @@ class Plan:
 
     @property
     def padded_q(self) -> int:
-        """Queries in whole blocks."""
-        return cdiv(self.num_q, self.block_q) * self.block_q
+        """Queries in whole blocks, or in whole tiles where dq has a kernel of its own."""
+        size = TILE_QUERIES if self.in_order else self.block_q
+        return cdiv(self.num_q, size) * size
+
+    @property
+    def q_tiles(self) -> int:
+        return cdiv(self.num_q, TILE_QUERIES)
+
+    @property
+    def block_k(self) -> int:
+        """Keys in a block of the kernel of dq alone."""
+        return config.dq_block_k(self.head_dim)
 
     @property
     def cuts_keys(self) -> bool:
@@ -80,7 +101,8 @@ class Plan:
 
         Rows behind the last query need none: they have no logsumexp, so that their weights are 0.
         """
-        return self.cuts_keys or self.left is not None or self.right is not None
+        near = self.left is not None or self.right is not None
+        return self.cuts_keys or near or bool(self.limits)
 
     @functools.cached_property
     def reach(self) -> ranges.Reach:
@@ -93,14 +115,26 @@ class Plan:
         The (batch, key head) pairs of a section take turns: their queries and gradients of queries
         stay in the L2 cache, and their tiles are enough for all multiprocessors.
         """
-        pairs = self.batch * self.key_heads
         bytes_each = 8 * self.group * self.num_q * self.head_dim
+        return self._place(program, self.key_heads, self.k_tiles, bytes_each)
+
+    def place_queries(self, program: Any) -> tuple[Any, Any, Any]:
+        """Batch, head and tile of queries; under a causal mask the longest tiles come first.
+
+        The heads of a section take turns, and their keys and values stay in the L2 cache.
+        """
+        bytes_each = 2 * self.num_k * (self.head_dim + self.value_dim) // self.group
+        batch, head, tile = self._place(program, self.heads, self.q_tiles, bytes_each)
+        return batch, head, tile if self.right is None else self.q_tiles - 1 - tile
+
+    def _place(self, program: Any, heads: int, tiles: int, bytes_each: int) -> tuple[Any, Any, Any]:
+        pairs = self.batch * heads
         fitting = max((self.section << 20) // max(bytes_each, 1), 1)
-        section = min(pairs, max(fitting, cdiv(self.num_programs, self.k_tiles)))
-        number, rest = _divmod(program, section * self.k_tiles)
+        section = min(pairs, max(fitting, cdiv(self.num_programs, tiles)))
+        number, rest = _divmod(program, section * tiles)
         width = jnp.minimum(section, pairs - number * section)
         tile, within = _divmod(rest, width)
-        batch, head = _divmod(number * section + within, self.key_heads)
+        batch, head = _divmod(number * section + within, heads)
         return batch, head, tile
 
     def bounds(self, tile: Any) -> Bounds:
@@ -119,6 +153,30 @@ class Plan:
         full = jnp.clip(full, first, last)
         return Bounds(first, full, jnp.clip(ragged, full, last), last)
 
+    @functools.cached_property
+    def query_reach(self) -> ranges.Reach:
+        """Which keys a query sees."""
+        return ranges.Reach(self.num_q, self.num_k, self.left, self.right, self.block_k)
+
+    def query_bounds(self, tile: Any) -> Bounds:
+        """Blocks of keys [first, last) that a tile of queries sees; [full, ragged) need no mask.
+
+        There is at least one, which may be hidden from all of them.
+        """
+        row = tile * TILE_QUERIES
+        blocks = self.query_reach.blocks(row, row + (TILE_QUERIES - 1))
+        ragged = blocks.edge if self.masks_last_keys else blocks.top
+        return Bounds(blocks.bottom, blocks.inner, ragged, blocks.top)
+
+    @property
+    def masks_last_keys(self) -> bool:
+        """Whether the last blocks of keys that a tile of queries sees take a mask.
+
+        A window takes it as well, whose left end may be in the last of them.
+        """
+        reach = self.query_reach
+        return self.left is not None or self.right is not None or reach.is_ragged
+
     def sees(self, queries: Any, keys: Any) -> Any:
         """Whether queries see keys, for arrays of indices of one shape."""
         seen = self.reach.sees(keys, queries)
@@ -126,6 +184,13 @@ class Plan:
             return seen
         inside = keys < self.num_k
         return inside if seen is None else seen & inside
+
+
+def slot(number: Any, count: int) -> Any:
+    """Which of `count` buffers a step uses."""
+    if count & (count - 1):
+        return lax.rem(number, jnp.int32(count))
+    return number & (count - 1)  # a remainder of a signed number takes two steps more
 
 
 def _divmod(x: Any, y: Any) -> tuple[Any, Any]:

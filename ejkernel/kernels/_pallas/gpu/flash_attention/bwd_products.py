@@ -90,11 +90,8 @@ class Products:
     def _capped(self, x: Any, dp: Any, rows: Any, cap: float) -> Any:
         """The results of `scores` from those of `_dots`."""
         rows = lax.broadcast_in_dim(rows, self.tile, [1])
-        # tanh by exp2, since the instruction for it has 11 bits
-        grown = jnp.exp2(x * (2.0 * LOG2_E * self.scale / cap))
-        share = 1.0 - 2.0 / (1.0 + grown)
-        p = jnp.exp2((jnp.minimum(cap * share, rows) - rows) * LOG2_E)
-        return p, self._as_sums(dp * (1.0 - share * share))
+        p, slope = capped_weights(x, rows, self.scale, cap)
+        return p, self._as_sums(dp * slope)
 
     def _as_sums(self, values: Any) -> Any:
         return plgpu.layout_cast(values, mosaic.ACCUMULATOR)
@@ -116,9 +113,10 @@ class Products:
 
         return issue(p, dp, dout, dv)
 
-    def first_keys(self, ds: Any, q: Any, dk: Any, dv: Any) -> Any:
-        """dk and dv of the first step, which has no dq to add."""
-        types = (*(mosaic.TILE,) * 2, *(mosaic.ACCUMULATOR,) * 2)
+    def keys_alone(self, ds: Any, q: Any, dk: Any, dv: Any) -> Any:
+        """dk and dv of a step that has no dq to add; ds is a tile or an array."""
+        kind = mosaic.WGMMA if isinstance(ds, jax.Array) else mosaic.TILE
+        types = (kind, mosaic.TILE, *(mosaic.ACCUMULATOR,) * 2)
 
         @mosaic.inlined(types, (_sums(dk.shape), _sums(dv.shape)))
         def issue(ds: Any, q: Any, dk: Any, dv: Any) -> Any:
@@ -184,7 +182,7 @@ class Twin(Products):
             return self._capped(x, dp, rows, self.cap)
         rows = lax.broadcast_in_dim(rows, self.tile, [1])
         if self.exact:
-            return jnp.exp2((jnp.minimum(x * self.scale, rows) - rows) * LOG2_E), dp
+            return exact_weights(x * self.scale, rows), dp
         return jnp.exp2((rows + x) * (self.scale * LOG2_E)), dp
 
     def _dots(self, k: Any, v: Any, q: Any, dout: Any, neg_delta: Any) -> Any:
@@ -196,7 +194,7 @@ class Twin(Products):
         dv = mosaic.twin_product(dv, p.astype(jnp.bfloat16), dout)
         return (p * dp).astype(jnp.bfloat16), dv
 
-    def first_keys(self, ds: Any, q: Any, dk: Any, dv: Any) -> Any:
+    def keys_alone(self, ds: Any, q: Any, dk: Any, dv: Any) -> Any:
         return mosaic.twin_product(dk, ds, q), dv
 
     def keys(self, ds: Any, q: Any, dk: Any, dv: Any, before: Any, k: Any) -> Any:
@@ -210,6 +208,19 @@ class Twin(Products):
 
     def _as_sums(self, values: Any) -> Any:
         return values
+
+
+def capped_weights(x: Any, lse: Any, scale: float, cap: float) -> Any:
+    """exp(y - lse) of scores under a cap, and the slope of y = cap * tanh(scale * x / cap)."""
+    # tanh by exp2, since the instruction for it has 11 bits
+    grown = jnp.exp2(x * (2.0 * LOG2_E * scale / cap))
+    share = 1.0 - 2.0 / (1.0 + grown)
+    return exact_weights(cap * share, lse), 1.0 - share * share
+
+
+def exact_weights(x: Any, lse: Any) -> Any:
+    """exp(x - lse); the minimum keeps a product and the difference from being fused."""
+    return jnp.exp2((jnp.minimum(x, lse) - lse) * LOG2_E)
 
 
 def _values(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:

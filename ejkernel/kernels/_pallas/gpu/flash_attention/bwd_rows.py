@@ -1,4 +1,7 @@
-"""Before the attention backward: what it needs of every query row, and dq = 0 to add to."""
+"""Before the attention backward: what it needs of every query row, and dq = 0 to add to.
+
+A flag says whether any logsumexp is so large that weights have to be exact.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,6 +16,10 @@ from ejkernel.kernels._pallas.gpu._blocks import launch, mosaic
 from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan
 
 _ROWS = mosaic.ROWS
+_OWN = 5  # a named barrier
+# Up to this logsumexp, starting scores from -lse / scale changes weights by 5e-4 of themselves, an
+# eighth of what bfloat16 rounds away.
+_LARGE = 4096.0
 
 
 class Rows(NamedTuple):
@@ -24,7 +31,8 @@ class Rows(NamedTuple):
     start: jax.Array  # -lse / scale, with which scores start; -inf if nothing is seen
     lse: jax.Array  # inf if nothing is seen
     neg_delta: jax.Array  # dlse - sum(out * dout)
-    dq: jax.Array  # zeros in float32, in the form of `bwd_tiles.Results`
+    exact: jax.Array  # [1], whether a logsumexp is large
+    dq: jax.Array | None = None  # zeros in float32, in the form of `bwd_tiles.Results`
 
 
 def prepare(
@@ -37,13 +45,18 @@ def prepare(
         arrays.append(jnp.pad(dlse.astype(jnp.float32), behind))
     vectors = (plan.batch, plan.heads, plan.padded_q)
     tiles = (plan.k_tiles,) if plan.twin else ()
+    updated = [*(lax.empty(vectors, jnp.float32) for _ in range(3)), jnp.zeros(1, jnp.int32)]
+    blank = []
+    if not plan.in_order:
+        updated.append(lax.empty((*tiles, *dout.shape), jnp.float32))
+        blank = [plgpu.SMEM((_ROWS, _ROWS), jnp.float32, transforms=mosaic.WIDE_TRANSFORMS)]
     made = launch.launch(
         _Kernel(plan, has_dlse=dlse is not None),
         arrays,
-        outputs=(*((vectors, jnp.float32),) * 3, ((*tiles, *dout.shape), jnp.float32)),
+        updated=updated,
         scratch=[
-            mosaic.tile(2, _ROWS, plan.head_dim),
-            plgpu.SMEM((_ROWS, _ROWS), jnp.float32, transforms=mosaic.WIDE_TRANSFORMS),
+            *blank,
+            mosaic.tile(2, _ROWS, plan.value_dim),
             plgpu.SMEM((2, _ROWS), jnp.float32),
             plgpu.SMEM((3, _ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=len(arrays)),
@@ -62,8 +75,9 @@ class _Kernel:
 
     def __call__(self, out: Any, dout: Any, lse: Any, *refs: Any) -> None:
         dlse, *rest = refs if self.has_dlse else (None, *refs)
-        *vectors, dq, tiles, zeros, loads, stores, loaded = rest
         plan = self.plan
+        *vectors, exact = rest[:4]
+        *clears, tiles, loads, stores, loaded = rest[4:]
         blocks, heads = cdiv(plan.padded_q, _ROWS), plan.heads
         pair, block = _divmod(lax.axis_index("cta"), blocks)
         batch, head = _divmod(pair, heads)
@@ -73,15 +87,17 @@ class _Kernel:
         for i, gmem in enumerate((lse, dlse)):
             if gmem is not None:
                 plgpu.copy_gmem_to_smem(gmem.at[batch, head, rows], loads.at[i], loaded)
-        blank = jnp.zeros((_ROWS, _ROWS), jnp.float32)
-        zeros[...] = plgpu.layout_cast(blank, mosaic.WGMMA)
-        plgpu.commit_smem()
-        for column in range(0, plan.head_dim, _ROWS):
-            at = (batch, rows, head, pl.ds(column, _ROWS))
-            for tile in range(plan.k_tiles) if plan.twin else (None,):
-                plgpu.copy_smem_to_gmem(zeros, dq.at[at if tile is None else (tile, *at)])
+        if not plan.in_order:
+            dq, zeros = clears
+            self._clear(dq, zeros, batch, rows, head)
         plgpu.barrier_wait(loaded)
-        found = self._found(tiles, loads)
+        *found, is_large = self._found(tiles, loads)
+        flag = mosaic.any_set(is_large, mosaic.ROW, _OWN, mosaic.WARPGROUP, plan.twin)
+
+        @pl.when(flag > 0)
+        def _() -> None:
+            exact[0] = 1  # as any other program that writes it
+
         for i, value in enumerate(found):
             stores.at[i][...] = value
         plgpu.commit_smem()
@@ -89,10 +105,23 @@ class _Kernel:
             plgpu.copy_smem_to_gmem(stores.at[i], gmem.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
-    def _found(self, tiles: Any, loads: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """start, lse and neg_delta of 64 rows."""
+    def _clear(self, dq: Any, zeros: Any, batch: Any, rows: Any, head: Any) -> None:
+        """Writes zeros to 64 rows."""
+        blank = jnp.zeros((_ROWS, _ROWS), jnp.float32)
+        zeros[...] = plgpu.layout_cast(blank, mosaic.WGMMA)
+        plgpu.commit_smem()
+        for column in range(0, self.plan.head_dim, _ROWS):
+            at = (batch, rows, head, pl.ds(column, _ROWS))
+            for tile in range(self.plan.k_tiles) if self.plan.twin else (None,):
+                plgpu.copy_smem_to_gmem(zeros, dq.at[at if tile is None else (tile, *at)])
+
+    def _found(self, tiles: Any, loads: Any) -> tuple[jax.Array, ...]:
+        """start, lse and neg_delta of 64 rows, and 1 where lse is large."""
         out, dout = (mosaic.load(tiles.at[i], mosaic.WGMMA).astype(jnp.float32) for i in range(2))
-        neg_delta = -jnp.sum(out * dout, axis=1)
+        products = out * dout
+        if self.plan.limits:  # the output of padding is 0, whatever its cotangent is
+            products = jnp.where(out == 0.0, 0.0, products)
+        neg_delta = -jnp.sum(products, axis=1)
         lse = mosaic.load(loads.at[0], mosaic.ROW)
         if self.has_dlse:
             neg_delta = neg_delta + mosaic.load(loads.at[1], mosaic.ROW)
@@ -100,7 +129,9 @@ class _Kernel:
         start = jnp.where(is_empty, lse, lse * (-1.0 / self.plan.scale))
         # a row that saw no key has output 0 whatever its cotangent is
         neg_delta = jnp.where(is_empty, 0.0, neg_delta)
-        return start, jnp.where(is_empty, jnp.inf, lse), neg_delta
+        is_large = ~is_empty & (jnp.abs(lse) > _LARGE)
+        filled = jnp.where(is_empty, jnp.inf, lse)
+        return start, filled, neg_delta, is_large.astype(jnp.int32)
 
 
 def _divmod(x: Any, y: int) -> tuple[Any, Any]:

@@ -7,8 +7,6 @@ warpgroups do not wait for each other within a step. TMA adds dq in device memor
 varies from run to run. A third warpgroup loads queries and cotangents.
 """
 
-import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,26 +14,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels._pallas.gpu._blocks import launch, mosaic
-from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan, bwd_products
+from ejkernel.kernels._pallas.gpu._blocks import mosaic
+from ejkernel.kernels._pallas.gpu.flash_attention import (
+    bwd_kernel,
+    bwd_plan,
+    bwd_products,
+    bwd_tokens,
+    masks,
+)
 
-# Named barriers: of one warpgroup alone; ds is stored; ds may be stored. The last two have one for
-# each warpgroup that waits and each of two buffers.
-_OWN, _STORED, _FREE = 5, 8, 12
+# Named barriers: ds is stored; ds may be stored. Each has one for every warpgroup that waits and
+# every buffer.
+_STORED, _FREE = 8, 12
 _BOTH = bwd_plan.WARPGROUPS * mosaic.WARPGROUP
 _BUFFERS = 2  # of ds
-
-
-class Operands(NamedTuple):
-    """Device memory that is read; `rows` and `neg_delta` [b, h, t] have whole blocks of queries."""
-
-    q: Any  # [b, t, h, d]
-    k: Any  # [b, s, g, d]
-    v: Any
-    dout: Any
-    rows: Any
-    neg_delta: Any
-    exact: Any  # [1]
 
 
 class Results(NamedTuple):
@@ -56,10 +48,10 @@ class Shared(NamedTuple):
     v: Any
     q: Any
     dout: Any
-    ds: Any
-    dq: Any
     rows: Any
     neg_delta: Any
+    ds: Any
+    dq: Any
 
 
 class Barriers(NamedTuple):
@@ -68,13 +60,7 @@ class Barriers(NamedTuple):
     keys_loaded: Any
     loaded: Any
     read: Any
-
-
-class Refs(NamedTuple):
-    operands: Operands
-    results: Results
-    shared: Shared
-    barriers: Barriers
+    raw: Any = None  # of tiles with padding, where ids or lengths decide
 
 
 class Place(NamedTuple):
@@ -87,91 +73,100 @@ class Place(NamedTuple):
     count: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The kernel of a plan, with or without `exact` weights."""
+class Kernel(bwd_kernel.AbstractKernel):
+    """Adds to `dq` and writes `dk` and `dv`."""
 
-    plan: bwd_plan.Plan
-    exact: bool
+    kinds = (Results, Shared, Barriers)
 
     @property
     def products(self) -> bwd_products.Products:
         kind = bwd_products.Twin if self.plan.twin else bwd_products.Products
         return kind(self.plan.block_q, self.plan.scale, self.exact, self.plan.cap)
 
-    def launch(self, operands: Operands, results: Results) -> Results:
-        """Adds to `dq` and writes `dk` and `dv`, unless `operands.exact` names the other kernel."""
-        plan = self.plan
-        block_q, d, stages = plan.block_q, plan.head_dim, plan.num_stages
-        part = (bwd_plan.WARPGROUPS, *bwd_products.PART)
+    @property
+    def programs(self) -> int:
+        return self.plan.batch * self.plan.key_heads * self.plan.k_tiles
+
+    def scratch(self) -> tuple[Any, Any]:
+        block_q, part = self.plan.block_q, (bwd_plan.WARPGROUPS, *bwd_products.PART)
         shared = Shared(
-            k=mosaic.tile(bwd_plan.TILE_KEYS, d),
-            v=mosaic.tile(bwd_plan.TILE_KEYS, d),
-            q=mosaic.tile(stages, block_q, d),
-            dout=mosaic.tile(stages, block_q, d),
+            *self.tiles(),
             ds=mosaic.tile(_BUFFERS, bwd_plan.TILE_KEYS, block_q),
             dq=plgpu.SMEM(part, jnp.float32, transforms=mosaic.WIDE_TRANSFORMS),
-            rows=plgpu.SMEM((stages, block_q), jnp.float32),
-            neg_delta=plgpu.SMEM((stages, block_q), jnp.float32),
         )
-        barriers = Barriers(
+        return shared, self.barriers()
+
+    def tiles(self) -> tuple[Any, ...]:
+        """Of keys, values, queries and cotangents, and two vectors of queries."""
+        plan, stages = self.plan, self.plan.num_stages
+        vector = plgpu.SMEM((stages, plan.block_q), jnp.float32)
+        return (
+            mosaic.tile(bwd_plan.TILE_KEYS, plan.head_dim),
+            mosaic.tile(bwd_plan.TILE_KEYS, plan.value_dim),
+            mosaic.tile(stages, plan.block_q, plan.head_dim),
+            mosaic.tile(stages, plan.block_q, plan.value_dim),
+            vector,
+            vector,
+        )
+
+    def barriers(self) -> Barriers:
+        stages = self.plan.num_stages
+        return Barriers(
             keys_loaded=plgpu.Barrier(num_arrivals=2),
             loaded=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             read=plgpu.Barrier(num_arrivals=bwd_plan.WARPGROUPS, num_barriers=stages),
+            raw=plgpu.Barrier(num_arrivals=2) if self.plan.limits else None,
         )
-        made = launch.launch(
-            self,
-            operands,
-            updated=results,
-            scratch=[*shared, *barriers],
-            programs=plan.batch * plan.key_heads * plan.k_tiles,
-            warpgroups=bwd_plan.WARPGROUPS + 1,
-            auto_barriers=False,
-        )
-        return Results(*made)
 
-    def __call__(self, *given: Any) -> None:
-        taken = iter(given)
+    def place(self, program: Any, tokens: Any) -> Place:
+        batch, key_head, tile = self.plan.place(program)
+        if tokens is None:
+            bounds = self.plan.bounds(tile)
+        else:
+            bounds = bwd_tokens.bounds(tokens, batch, tile)
+        return Place(batch, key_head, tile, bounds, bounds.last - bounds.first)
 
-        def bundle(kind: Any) -> Any:
-            return kind(*itertools.islice(taken, len(kind._fields)))
+    def compute(self, refs: bwd_kernel.Refs, place: Place, warpgroup: Any) -> None:
+        Compute(self, refs, place, warpgroup).run()
 
-        refs = Refs(bundle(Operands), bundle(Results), bundle(Shared), bundle(Barriers))
-        batch, key_head, tile = self.plan.place(lax.axis_index("cta"))
-        bounds = self.plan.bounds(tile)
-        place = Place(batch, key_head, tile, bounds, bounds.last - bounds.first)
-        warpgroup = lax.axis_index("warpgroup")
-
-        def body() -> None:
-            is_loading = warpgroup == bwd_plan.WARPGROUPS
-            pl.when(is_loading)(lambda: self._load(refs, place))
-            pl.when(~is_loading)(lambda: _Compute(self, refs, place, warpgroup).run())
-
-        pl.when(refs.operands.exact[0] == int(self.exact))(body)
-
-    def _load(self, refs: Refs, place: Place) -> None:
+    def load(self, refs: bwd_kernel.Refs, place: Place) -> None:
         """Copies a tile of keys, then blocks of queries as fast as they are read."""
-        plan, (operands, _, shared, barriers) = self.plan, refs
+        plan, (operands, _, shared, barriers, tokens) = self.plan, refs
         plgpu.set_max_registers(plan.registers[1], action="decrease")
         keys = pl.ds(place.tile * bwd_plan.TILE_KEYS, bwd_plan.TILE_KEYS)
-        for gmem, smem in ((operands.k, shared.k), (operands.v, shared.v)):
-            source = gmem.at[place.batch, keys, place.key_head]
-            plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
+        at = (place.batch, keys, place.key_head)
+        tiles = ((operands.k.at[at], shared.k), (operands.v.at[at], shared.v))
+        if tokens is None:
+            for source, smem in tiles:
+                plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
+        else:
+            ids = tokens.keys.at[place.batch, keys]
+            is_padded = tokens.key_padding[place.batch, place.tile] > 0
+            bwd_tokens.load_tiles(tiles, ids, is_padded, barriers.raw, barriers.keys_loaded)
 
         def block(number: Any, head: Any, j: Any) -> None:
-            slot = lax.rem(number, jnp.int32(plan.num_stages))
+            slot = bwd_plan.slot(number, plan.num_stages)
             rows = pl.ds((place.bounds.first + j) * plan.block_q, plan.block_q)
             tile, vector = (place.batch, rows, head), (place.batch, head, rows)
 
+            is_padded = None
+            if tokens is not None:  # read early: copies would wait for it
+                is_padded = tokens.query_padding[place.batch, place.bounds.first + j] > 0
             is_used = number >= plan.num_stages
             pl.when(is_used)(lambda: plgpu.barrier_wait(barriers.read.at[slot]))
-            for gmem, smem in (
-                (operands.q.at[tile], shared.q),
-                (operands.rows.at[vector], shared.rows),
-                (operands.dout.at[tile], shared.dout),
-                (operands.neg_delta.at[vector], shared.neg_delta),
-            ):
-                plgpu.copy_gmem_to_smem(gmem, smem.at[slot], barriers.loaded.at[slot])
+            loaded = barriers.loaded.at[slot]
+            copies = [
+                (operands.q.at[tile], shared.q.at[slot]),
+                (operands.rows.at[vector], shared.rows.at[slot]),
+                (operands.dout.at[tile], shared.dout.at[slot]),
+                (operands.neg_delta.at[vector], shared.neg_delta.at[slot]),
+            ]
+            if tokens is not None:
+                ids = tokens.queries.at[place.batch, rows]
+                bwd_tokens.load_tiles(copies[::2], ids, is_padded, barriers.raw, loaded)
+                copies = copies[1::2]
+            for gmem, smem in copies:
+                plgpu.copy_gmem_to_smem(gmem, smem, loaded)
 
         def of_head(r: Any, carry: None) -> None:
             first, head = r * place.count, place.key_head * plan.group + r
@@ -180,28 +175,25 @@ class Kernel:
         lax.fori_loop(0, plan.group, of_head, None)
 
 
-class _Compute:
+class Compute:
     """What one of the warpgroups that compute does; steps are counted over all heads."""
 
-    def __init__(self, kernel: Kernel, refs: Refs, place: Place, warpgroup: Any):
+    first = 1  # step of the first head in `_head`; `run` takes those before
+
+    def __init__(self, kernel: Kernel, refs: bwd_kernel.Refs, place: Place, warpgroup: Any):
         self.plan, self.products, self.place = kernel.plan, kernel.products, place
         self.results, self.shared, self.barriers = refs.results, refs.shared, refs.barriers
+        self.tokens = refs.tokens
         self.warpgroup, self.other = warpgroup, 1 - warpgroup
         self.own = pl.ds(warpgroup * mosaic.ROWS, mosaic.ROWS)
-        self.barrier = _OWN + warpgroup
+        self.barrier = bwd_kernel.OWN + warpgroup
 
     def run(self) -> None:
         plgpu.set_max_registers(self.plan.registers[0], action="increase")
-        shape = (mosaic.ROWS, self.plan.head_dim)
         for buffer in range(_BUFFERS):
             self._signal("arrive", _FREE, self.other, buffer)
         plgpu.barrier_wait(self.barriers.keys_loaded)
-        zeros = self.products.zeros(shape)
-        dk, dv = self._first_step(zeros, zeros)
-        if self.plan.group == 1:
-            dk, dv = self._head(0, (dk, dv))
-        else:
-            dk, dv = lax.fori_loop(0, self.plan.group, self._head, (dk, dv))
+        dk, dv = self._heads(self._first_step(*self._zeros()))
         last = self.plan.group * self.place.count - 1
         ds = self._ds_of(last)
         dq = self.products.queries(*ds)
@@ -212,11 +204,25 @@ class _Compute:
             self._signal("sync", _FREE, self.warpgroup, buffer)
         self._store(dk, dv)
 
+    def _zeros(self) -> tuple[Any, Any]:
+        """dk and dv before the first step."""
+        sizes = (self.plan.head_dim, self.plan.value_dim)
+        dk, dv = (self.products.zeros((mosaic.ROWS, size)) for size in sizes)
+        return dk, dv
+
+    def _heads(self, sums: Any) -> Any:
+        """Adds the steps of all query heads in their order."""
+        if self.plan.group == 1:
+            return self._head(0, sums)
+        return lax.fori_loop(0, self.plan.group, self._head, sums)
+
     def _head(self, r: Any, sums: Any) -> Any:
-        """Adds the steps of one query head, for the first head without the first step."""
+        """Adds the steps of one query head, for the first head from step `first` on."""
         bounds = self.place.bounds
         full, ragged = bounds.full - bounds.first, bounds.ragged - bounds.first
-        begin = jnp.where(r == 0, 1, 0) if self.plan.group > 1 else jnp.int32(1)
+        begin = jnp.int32(self.first)
+        if self.first and self.plan.group > 1:
+            begin = jnp.where(r == 0, self.first, 0)
         full = jnp.maximum(full, begin) if self.plan.masks else begin
         ragged = jnp.maximum(ragged, full)
 
@@ -227,12 +233,12 @@ class _Compute:
             return lax.fori_loop(start, stop, step, sums)
 
         # 1. blocks that a mask cuts on the right, or all blocks of the last keys
-        if self.plan.right is not None or self.plan.cuts_keys:
+        if self.plan.right is not None or self.plan.cuts_keys or self.plan.limits:
             sums = loop(begin, full, True, sums)
         # 2. blocks that need no mask
         sums = loop(full, ragged, False, sums)
         # 3. blocks that a window cuts on the left
-        if self.plan.left is not None:
+        if self.plan.left is not None or self.plan.limits:
             sums = loop(ragged, self.place.count, True, sums)
         return sums
 
@@ -241,14 +247,14 @@ class _Compute:
         ds, dv = self._ds(slot, zero, dv, self.plan.masks)
         self._publish_ds(ds, zero)
         own, q = self.shared.ds.at[0, self.own], self.shared.q.at[slot]
-        dk, dv = self.products.first_keys(own, q, dk, dv)
+        dk, dv = self.products.keys_alone(own, q, dk, dv)
         plgpu.barrier_arrive(self.barriers.read.at[slot])
         return dk, dv
 
     def _step(self, r: Any, j: Any, sums: Any, masked: bool) -> Any:
         dk, dv = sums
         number = r * self.place.count + j
-        slot = lax.rem(number, jnp.int32(self.plan.num_stages))
+        slot = bwd_plan.slot(number, self.plan.num_stages)
         ds, dv = self._ds(slot, j, dv, masked)
         self._publish_ds(ds, number)
         before = self._ds_of(number - 1)
@@ -268,6 +274,7 @@ class _Compute:
     def _ds(self, slot: Any, j: Any, dv: Any, masked: bool) -> Any:
         """ds [keys, queries], and dv with the product of this step under way."""
         shared = self.shared
+        limits = self._limits(j) if masked else None
         plgpu.barrier_wait(self.barriers.loaded.at[slot])
         rows, neg_delta = (
             mosaic.load(x.at[slot], mosaic.COLUMN) for x in (shared.rows, shared.neg_delta)
@@ -276,22 +283,27 @@ class _Compute:
         keys, values = shared.k.at[self.own], shared.v.at[self.own]
         p, dp = self.products.scores(keys, values, q, dout, rows, neg_delta)
         if masked:
-            p = jnp.where(self._visible(j), p, 0.0)
+            p = jnp.where(self._visible(j, limits), p, 0.0)
         return self.products.weigh(p, dp, dout, dv)
 
-    def _visible(self, j: Any) -> Any:
-        shape = self.products.tile
-        k_first = self.place.tile * bwd_plan.TILE_KEYS + self.warpgroup * mosaic.ROWS
-        q_first = (self.place.bounds.first + j) * self.plan.block_q
-        index = [
-            lax.broadcast_in_dim(
-                plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + first, shape, [axis]
-            )
-            for axis, (size, layout, first) in enumerate(
-                ((shape[0], mosaic.ROW, k_first), (shape[1], mosaic.COLUMN, q_first))
-            )
-        ]
-        return self.plan.sees(index[1], index[0])
+    def _limits(self, j: Any) -> Any:
+        """What `_visible` compares and is in memory, to be read before products."""
+        if self.tokens is None:
+            return None
+        at = (self.place.batch, *self._first_tokens(j))
+        return bwd_tokens.limits(self.plan, self.tokens, *at)
+
+    def _first_tokens(self, j: Any) -> tuple[Any, Any]:
+        """The first key of this warpgroup, and the first query of a block."""
+        key = self.place.tile * bwd_plan.TILE_KEYS + self.warpgroup * mosaic.ROWS
+        return key, (self.place.bounds.first + j) * self.plan.block_q
+
+    def _visible(self, j: Any, limits: Any) -> Any:
+        k_first, q_first = self._first_tokens(j)
+        if self.tokens is not None:
+            return masks.within_limits(limits, q_first, self.plan.block_q)
+        keys, queries = mosaic.indices(self.products.tile, k_first, q_first)
+        return self.plan.sees(queries, keys)
 
     def _publish_ds(self, ds: Any, number: Any) -> None:
         """Stores ds, once the other warpgroup has read what the buffer held."""
@@ -354,4 +366,4 @@ class _Compute:
 
 
 def _buffer(number: Any) -> Any:
-    return lax.rem(number, jnp.int32(_BUFFERS))
+    return bwd_plan.slot(number, _BUFFERS)

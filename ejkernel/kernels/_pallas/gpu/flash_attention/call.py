@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._pallas.gpu._blocks import deal, launch, mosaic, ranges
-from ejkernel.kernels._pallas.gpu.flash_attention import config
+from ejkernel.kernels._pallas.gpu.flash_attention import config, masks
 
 _TILE_ROWS = 8  # TMA copies tiles of eight rows: lengths are padded to a multiple
 _FLAGS = 128  # a warpgroup loads as many flags at a time
@@ -34,48 +33,38 @@ class Tile(NamedTuple):
 class Call:
     """The arrays and sizes of a call; all but the arrays is known when the kernel is compiled."""
 
-    def __init__(self, args: Any, cfg: config.Config):
+    def __init__(self, args: Any, cfg: config.Config, sides: Any = None, limits: Any = ()):
+        """`sides` and `limits` are those of `segment_ranges`, where ids or lengths decide."""
         self.cfg, self.twin = cfg, launch.interpreted()
         self.batch, self.t, self.num_heads, self.d = args.query.shape
         _, self.s, num_groups, self.e = args.value.shape
         self.group = self.num_heads // num_groups
         self.scale = float(args.softmax_scale)
         self.cap = None if args.logits_soft_cap is None else float(args.logits_soft_cap)
-        left, right = args.sliding_window
-        self.reach = ranges.Reach(self.t, self.s, left, right, cfg.block_k)
-        self._plan()
+        self.tiles = -(-self.t // cfg.block_q)
+        if sides is None:
+            left, right = args.sliding_window
+            reach = ranges.Reach(self.t, self.s, left, right, cfg.block_k)
+            self.masks: Any = masks.ByIndex(reach, cfg, self.tiles)
+        else:
+            self.masks = masks.ByTokens(sides, limits, cfg, self.tiles)
+        self._deal()
         self._add_arrays(args)
 
-    def _plan(self) -> None:
-        """The list of tiles, and which masks any of them needs."""
-        self.tiles = -(-self.t // self.cfg.block_q)
-        rows = np.arange(self.tiles * self.cfg.block_q).reshape(self.tiles, -1)
-        tile = self.reach.blocks(rows[:, 0], rows[:, -1])
-        parts = rows.reshape(self.tiles, self.cfg.warpgroups, -1)
-        whole = ranges.Blocks(*(x[:, None] for x in tile))
-        mine = self.within(self.reach.blocks(parts[..., 0], parts[..., -1]), whole)
-        differs = (mine.top != whole.top) | (mine.bottom != whole.bottom)
-        self.is_uneven = bool(differs.any())
-        self.has_edges = bool((mine.top - mine.edge > 1).any())
-        self.has_left = bool((mine.inner > mine.bottom).any())
-        near = self.reach.left is not None or self.reach.right is not None
-        self.masks_first = near or self.reach.is_ragged
+    def _deal(self) -> None:
+        """The list of tiles."""
         pairs = self.batch * self.num_heads
         programs = min(self.cfg.num_programs, pairs * self.tiles)
         bytes_a_pair = 2 * self.s * (self.d + self.e)
         limit = self.cfg.section << 20
         width = deal.section(pairs, self.tiles, bytes_a_pair, self.group, limit, programs)
-        work = tuple((tile.top - tile.bottom).tolist())
-        self.deal = deal.deal(work, pairs, width, programs, _FLAGS)
-        self.rounds = deal.rounds(self.deal)
-
-    def within(self, mine: ranges.Blocks, whole: ranges.Blocks) -> ranges.Blocks:
-        """A warpgroup's blocks among those of its tile: rows that see nothing visit any one."""
-        xp = np if isinstance(mine.top, np.ndarray) else jnp
-        bottom = xp.minimum(mine.bottom, whole.top - 1)
-        top = xp.clip(mine.top, bottom + 1, whole.top)
-        edge = xp.clip(mine.edge, bottom, top - 1)
-        return ranges.Blocks(top, edge, xp.clip(mine.inner, bottom, edge), bottom)
+        work = self.masks.work
+        if isinstance(work, tuple):
+            self.deal = deal.deal(work, pairs, width, programs, _FLAGS)
+            self.rounds = deal.rounds(self.deal)
+        else:
+            made = deal.deal_on_device(work, self.num_heads, width, programs, _FLAGS)
+            self.deal, self.rounds = made
 
     def _add_arrays(self, args: Any) -> None:
         # the interpreter takes no part of a block, which TMA fills with zeros and leaves unwritten
@@ -88,28 +77,26 @@ class Call:
             "key": _padded(args.key, self.padded_s),
             "value": _padded(args.value, self.padded_s),
             "deal": jnp.asarray(self.deal),
+            **self.masks.arrays,
         }
         if args.softmax_aux is not None:
             sinks = jax.nn.logsumexp(args.softmax_aux.astype(jnp.float32), axis=-1)
             self.arrays["sinks"] = jnp.broadcast_to(sinks, (self.num_heads,))
 
-    def tile(self, item: Any) -> Tile:
+    def tile(self, refs: Any, item: Any) -> Tile:
         """The tile with a number of the list."""
         pair, index = lax.div(item, jnp.int32(self.tiles)), lax.rem(item, jnp.int32(self.tiles))
         row = index * self.cfg.block_q
-        return Tile(
-            batch=lax.div(pair, jnp.int32(self.num_heads)),
-            head=lax.rem(pair, jnp.int32(self.num_heads)),
-            row=row,
-            blocks=self.reach.blocks(row, row + (self.cfg.block_q - 1)),
-        )
+        batch = lax.div(pair, jnp.int32(self.num_heads))
+        head = lax.rem(pair, jnp.int32(self.num_heads))
+        return Tile(batch, head, row, self.masks.of_tile(refs, batch, row))
 
     # Launches
 
     def named(self, refs: Sequence[Any], again: bool) -> Any:
         """The refs of a launch by name; those that it lacks are None."""
         results = ("flags", "out", "lse") if again else ("out", "lse", "flags")
-        names = (*self.arrays, *results, *_SCRATCH)
+        names = (*self.arrays, *results, *_SCRATCH, *(("v_raw",) * self.masks.has_padding))
         return types.SimpleNamespace(**{"sinks": None} | dict(zip(names, refs, strict=True)))
 
     def _launcher(self) -> Any:
@@ -125,6 +112,8 @@ class Call:
             plgpu.Barrier(num_barriers=cfg.num_stages),
             plgpu.Barrier(num_barriers=warpgroups),
         ]
+        if self.masks.has_padding:
+            scratch.append(plgpu.Barrier())
         return functools.partial(
             launch.launch,
             scratch=scratch,

@@ -6,6 +6,7 @@ from typing import Any
 
 from ejkernel import _device
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 from ejkernel.ops.core.kernel import BACKWARD
 
 CAPABILITY = "9.0"
@@ -14,6 +15,7 @@ _WARPGROUP = 128  # threads
 _MOST_BARRIERS = 11  # named ones that Mosaic leaves: two a stage and two a warpgroup
 _MOST_REGISTERS = 1 << 16  # of a multiprocessor
 _MIB = 1 << 20
+DQ_STAGES = 2  # of the kernel of dq alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +36,8 @@ class Config:
     num_programs: int = 132  # one a multiprocessor
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 128, 192):
-            raise ValueError(f"`Config`: block_q={self.block_q!r} must be 64, 128 or 192.")
+        if self.block_q not in (32, 64, 128, 192):
+            raise ValueError(f"`Config`: block_q={self.block_q!r} must be 32, 64, 128 or 192.")
         if self.block_k not in (64, 128):
             raise ValueError(f"`Config`: block_k={self.block_k!r} must be 64 or 128.")
         most = (_MOST_BARRIERS - 2 * self.warpgroups) // 2
@@ -58,14 +60,25 @@ class Config:
                 f"`Config`: {self.warpgroups} warpgroups of {self.registers} registers a thread "
                 f"and one of {self.load_registers} need {total}; there are {_MOST_REGISTERS}."
             )
-        for name in ("section", "num_programs"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"`Config`: {name} must be a positive int.")
+        config_checks.positive(self, "section", "num_programs")
 
     @property
     def warpgroups(self) -> int:
         """Those that compute."""
         return self.block_q // _ROWS
+
+
+def sums_in_order(args: Any) -> bool:
+    """Whether dq has a kernel of its own in backward, and all sums a fixed order.
+
+    With heads of 192, dk and dv leave no registers for a part of dq.
+    """
+    return args.deterministic or args.query.shape[-1] > 128
+
+
+def dq_block_k(head_dim: int) -> int:
+    """Keys in a block of the kernel of dq alone; registers hold no more beside dq."""
+    return 128 if head_dim <= 128 else 64
 
 
 def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
@@ -74,6 +87,9 @@ def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
     if direction == BACKWARD:
         keys = cfg.block_k * (d + e)
         queries = cfg.num_stages * cfg.block_q * (d + e + 4)  # with two vectors of float32
+        if sums_in_order(args):  # of two kernels, the one that needs more
+            of_dq = 2 * _ROWS * (d + e + 4) + DQ_STAGES * dq_block_k(d) * (d + e)
+            return 2 * max(keys + queries, of_dq) + 4096
         ds, dq = 2 * cfg.block_k * cfg.block_q, 2 * cfg.block_q * d
         return 2 * (keys + queries + ds + dq) + 4096
     queries = cfg.block_q * (d + e)  # and results
@@ -110,8 +126,18 @@ _BACKWARD_GUESSES: tuple[dict[str, Any], ...] = (
 
 
 def _backward_block_q(args: Any) -> int:
-    """Its two warpgroups compute 64 x 64 values of dq each."""
-    return 128 if args.query.shape[-1] == 64 else 64
+    """Its two warpgroups compute 64 x 64 values of dq each.
+
+    With heads of 192, dk and dv take 160 registers: beside tiles of 64 x 64, ptxas makes products
+    run one after the other (its note C7512).
+    """
+    return {64: 128, 128: 64, 192: 32}[args.query.shape[-1]]
+
+
+def _backward(args: Any, **settings: Any) -> Config:
+    block_q = _backward_block_q(args)
+    # four short blocks hide as much of a copy's time as two others
+    return Config(block_q=block_q, num_stages=4 if block_q == 32 else 2, **settings)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
@@ -121,13 +147,20 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     programs = _device.multiprocessors(target.capability or CAPABILITY) or 132
     d = args.query.shape[-1]
     if direction == BACKWARD:
-        block_q = _backward_block_q(args)
-        return tuple(Config(block_q=block_q, num_programs=programs, **g) for g in _BACKWARD_GUESSES)
-    made = [Config(num_programs=programs, **g) for g in _GUESSES[d]]
+        made = [_backward(args, num_programs=programs, **g) for g in _BACKWARD_GUESSES]
+        return tuple(_with_room(args, made))
+    made = _with_room(args, [Config(num_programs=programs, **g) for g in _GUESSES[d]])
     rows = -(-max(args.query.shape[1], 1) // _ROWS) * _ROWS
     if rows == _ROWS:
         made = [dataclasses.replace(c, block_q=_ROWS, turns=False) for c in made]
     return tuple(dict.fromkeys(c for c in made if misfit(args, direction, c, target) is None))
+
+
+def _with_room(args: Any, made: Sequence[Config]) -> list[Config]:
+    """With the registers that a warpgroup needs to clear padding while it loads."""
+    if args.q_segment_ids is None and args.cum_seqlens_q is None:
+        return list(made)
+    return [dataclasses.replace(c, load_registers=max(c.load_registers, 32)) for c in made]
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:
@@ -141,6 +174,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
         block_q = _backward_block_q(args)
         if (cfg.block_q, cfg.block_k) != (block_q, 128):
             return f"needs {block_q} queries and 128 keys in a tile"
+    elif not cfg.warpgroups:
+        return "needs 64 queries or more in a tile"
     limit = _device.shared_memory(CAPABILITY)
     needed = shared_bytes(args, direction, cfg)
     if limit is not None and needed > limit:
@@ -151,7 +186,7 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
 def testing(args: Any, direction: str) -> Config:
     """Small tiles for a few programs, which an interpreter runs."""
     if direction == BACKWARD:
-        return Config(block_q=_backward_block_q(args), num_programs=2)
+        return _backward(args, num_programs=2)
     return Config(block_q=128, block_k=64, num_programs=2)
 
 

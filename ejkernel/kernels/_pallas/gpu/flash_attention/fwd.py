@@ -1,9 +1,10 @@
 """Attention forward for Hopper in Pallas Mosaic GPU.
 
 One persistent program a multiprocessor: warpgroups with 64 queries each compute, one more loads
-tiles with TMA. A list made on the host deals tiles of queries to programs. Blocks of keys are
-visited from the last visible one down. Step j issues S_j = Q K_j^T and O += P_{j-1} V_{j-1}
-together, and computes the weights P_j while the second product runs; the warpgroups take turns.
+tiles with TMA. A list deals tiles of queries to programs; the host makes it, or the device where
+ids or lengths decide. Blocks of keys are visited from the last visible one down. Step j issues
+S_j = Q K_j^T and O += P_{j-1} V_{j-1} together, and computes the weights P_j while the second
+product runs; the warpgroups take turns.
 
 Weights are exp2(x - m). Every row sees its own last key in the first, masked blocks, so m is the
 maximum over these and is never updated: `acc` needs no rescaling, and only overflow can go wrong.
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels._pallas.gpu._blocks import batching, mosaic
+from ejkernel.kernels._pallas.gpu._blocks import batching, mosaic, segment_ranges
 from ejkernel.kernels._pallas.gpu.flash_attention import call, steps
 
 _ROWS = mosaic.ROWS
@@ -52,7 +53,7 @@ class Kernel:
 
     def __init__(self, made: call.Call, running: bool):
         """`running`: with a running maximum, for flagged tiles alone."""
-        self.call, self.running, self.twin = made, running, made.twin
+        self.call, self.masks, self.running, self.twin = made, made.masks, running, made.twin
         cfg = made.cfg
         self.warpgroups, self.stages, self.block_k = cfg.warpgroups, cfg.num_stages, cfg.block_k
         self.turns = cfg.turns and self.warpgroups > 1
@@ -95,7 +96,7 @@ class Kernel:
         def one(index: Any, carry: Any) -> Any:
             first, item = carry
             ahead = refs.deal[cta, index + 1]
-            tile = self.call.tile(jnp.maximum(item, 0))
+            tile = self.call.tile(refs, jnp.maximum(item, 0))
             needed = item >= 0
             if self.running:
                 flags = [refs.flags[i, cta, index] for i in range(self.warpgroups)]
@@ -130,26 +131,37 @@ class Kernel:
 
         def block(i: Any, carry: Any) -> Any:
             slot = self._slot(first + i)
-            at = (
-                tile.batch,
-                pl.ds((tile.blocks.top - 1 - i) * self.block_k, self.block_k),
-                kv_head,
-            )
+            j = tile.blocks.top - 1 - i
+            at = (tile.batch, pl.ds(j * self.block_k, self.block_k), kv_head)
             is_used = first + i >= self.stages
-            for kind, (gmem, smem, full) in enumerate(
-                (
-                    (refs.key, refs.k_smem, refs.k_full),
-                    (refs.value, refs.v_smem, refs.v_full),
-                )
-            ):
+            # read early: the copy of values would wait for it
+            is_padded = refs.padding[tile.batch, j] > 0 if self.masks.has_padding else None
+
+            def fill(kind: int, gmem: Any, smem: Any, full: Any) -> None:
                 free = self.free + kind * self.stages + slot
-                pl.when(is_used)(lambda free=free: self._sync(free, self.threads))
-                plgpu.copy_gmem_to_smem(gmem.at[at], smem.at[slot], full.at[slot])
-                if kind == 0:
-                    pl.when(i == 0)(queries)
+                pl.when(is_used)(lambda: self._sync(free, self.threads))
+                copy = functools.partial(plgpu.copy_gmem_to_smem, gmem.at[at], smem.at[slot])
+                if kind == 0 or is_padded is None:
+                    copy(full.at[slot])
+                    return
+                pl.when(is_padded)(lambda: self._load_clean(refs, copy, slot, at))
+                pl.when(~is_padded)(lambda: copy(full.at[slot]))
+
+            fill(0, refs.key, refs.k_smem, refs.k_full)
+            pl.when(i == 0)(queries)
+            fill(1, refs.value, refs.v_smem, refs.v_full)
             return carry
 
         lax.fori_loop(0, tile.blocks.top - tile.blocks.bottom, block, None)
+
+    def _load_clean(self, refs: Any, copy: Any, slot: Any, at: Any) -> None:
+        """Values with zeros for padding: 0 * nan is nan."""
+        batch, keys, _ = at
+        copy(refs.v_raw)
+        plgpu.barrier_wait(refs.v_raw)
+        mosaic.clear_rows(refs.v_smem.at[slot], refs.keys.at[batch, keys])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.v_full.at[slot])
 
     def _sync(self, barrier: Any, threads: int) -> None:
         mosaic.named_barrier("sync", barrier, threads)
@@ -200,19 +212,19 @@ class Kernel:
         self, refs: Any, warpgroup: Any, tile: call.Tile, index: Any, first: Any
     ) -> None:
         row = tile.row + warpgroup * _ROWS
-        mine = self.call.within(self.call.reach.blocks(row, row + (_ROWS - 1)), tile.blocks)
+        mine = self.masks.of_warpgroup(refs, tile, row)
         last = first + tile.blocks.top - 1  # block j was loaded as number last - j
         plgpu.barrier_wait(refs.q_full.at[warpgroup])
-        if self.call.is_uneven:
+        if self.masks.is_uneven:
             self._skip(refs, warpgroup, first, tile.blocks.top - mine.top)
-        at = (refs, warpgroup, row, last)
+        at = (refs, warpgroup, tile, last)
         state = self._first(at, mine.top - 1)
-        if self.call.has_edges:
+        if self.masks.has_edges:
             state = self._loop(at, state, mine.top - 2, mine.edge, "edge", running=True)
         if not self.running:
             state = state._replace(reference=self._finite(state.reference))
         state = self._loop(at, state, mine.edge - 1, mine.inner, None, self.running)
-        if self.call.has_left:
+        if self.masks.has_left:
             state = self._loop(at, state, mine.inner - 1, mine.bottom, "left", self.running)
         plgpu.barrier_arrive(refs.q_free.at[warpgroup])
         slot = self._slot(last - mine.bottom)
@@ -221,20 +233,20 @@ class Kernel:
         signals = self._signals(warpgroup, slot)
         acc = steps.values(state.weights, refs.v_smem.at[slot], state.acc, signals, self.twin)
         self._free_values(slot)
-        if self.call.is_uneven:
+        if self.masks.is_uneven:
             below = last - mine.bottom + 1
             self._skip(refs, warpgroup, below, mine.bottom - tile.blocks.bottom)
         self._store(refs, warpgroup, tile, row, index, state._replace(acc=acc))
 
     def _first(self, at: Any, j: Any) -> State:
         """The first block of a tile: scores alone, which give the reference."""
-        refs, warpgroup, row, last = at
+        refs, warpgroup, _, last = at
         slot = self._slot(last - j)
         plgpu.barrier_wait(refs.k_full.at[slot])
         self._take_turn(warpgroup)
         signals = self._signals(warpgroup, slot)
         s = steps.scores(refs.q_smem.at[warpgroup], refs.k_smem.at[slot], signals, self.twin)
-        x = self._hidden(self._logits(s), row, j, "edge" if self.call.masks_first else None)
+        x = self._hidden(self._logits(s), at, j, "edge" if self.masks.masks_first else None)
         reference = jnp.max(x, axis=1) * self.unit
         sums = steps.cleared(8, mosaic.WGMMA)
         p, sums = self._weights(x, self._finite(reference), sums)
@@ -253,7 +265,7 @@ class Kernel:
 
     def _step(self, at: Any, j: Any, state: State, mask: str | None, running: bool) -> State:
         """Adds the values of the block before, and finds the weights of block j."""
-        refs, warpgroup, row, last = at
+        refs, warpgroup, _, last = at
         slot, before = self._slot(last - j), self._slot(last - j - 1)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[before])
@@ -269,7 +281,7 @@ class Kernel:
         )
         x = self._logits(s)
         sums, reference = state.sums, state.reference
-        hide = functools.partial(self._hidden, row=row, j=j, mask=mask)
+        hide = functools.partial(self._hidden, at=at, j=j, mask=mask)
         if running:
             x = hide(x)
             reference = jnp.maximum(reference, jnp.max(x, axis=1) * self.unit)
@@ -303,21 +315,13 @@ class Kernel:
         root = lax.rsqrt(1.0 + grown)
         return self.call.cap - (2.0 * self.call.cap) * (root * root)
 
-    def _hidden(self, x: jax.Array, row: Any, j: Any, mask: str | None) -> jax.Array:
+    def _hidden(self, x: jax.Array, at: Any, j: Any, mask: str | None) -> jax.Array:
         """Values [64, bk] of block j, -inf where rows do not see keys."""
         if mask is None:
             return x
-        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, dimension=0)
-        rows = iota((_ROWS,), layout=mosaic.ROW) + row
-        keys = iota((self.block_k,), layout=mosaic.COLUMN) + j * self.block_k
-        rows = lax.broadcast_in_dim(rows, x.shape, (0,))
-        keys = lax.broadcast_in_dim(keys, x.shape, (1,))
-        reach = self.call.reach
-        if mask == "edge":
-            seen = reach.sees_at_edges(rows, keys, _ROWS)
-        else:
-            seen = reach.sees_left(rows, keys)
-        return jnp.where(seen, x, -jnp.inf)
+        refs, warpgroup, tile, _ = at
+        row = tile.row + warpgroup * _ROWS
+        return jnp.where(self.masks.seen(refs, tile, row, j, mask), x, -jnp.inf)
 
     def _weights(
         self, x: Any, reference: Any, sums: Any, hide: Any = lambda x: x
@@ -374,14 +378,19 @@ def _along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def forward(args: Any, cfg: Any) -> tuple[Any, Any]:
     """Outputs, and the logsumexp for backward."""
+    extra, tree = jax.tree.flatten(segment_ranges.sides(args))
+    limits = segment_ranges.limits(args)
+    args = segment_ranges.without(args)
     arrays = args.arrays()
 
     def run(*values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = call.Call(args.with_arrays(dict(zip(arrays, values, strict=True))), cfg)
+        sides = jax.tree.unflatten(tree, values[len(arrays) :])
+        given = args.with_arrays(dict(zip(arrays, values[: len(arrays)], strict=True)))
+        made = call.Call(given, cfg, sides, limits)
         out, lse, flags = made.launch(Kernel(made, running=False))
         out, lse = made.launch_again(Kernel(made, running=True), flags, out, lse)
         return made.taken(out, lse)
 
     sinks = [i for i, name in enumerate(arrays) if name == "softmax_aux"]
-    out, lse = batching.joins_batch(run, sinks)(*arrays.values())
+    out, lse = batching.joins_batch(run, sinks)(*arrays.values(), *extra)
     return ((out, lse) if args.return_lse else (out,)), (lse,)

@@ -1,0 +1,103 @@
+"""What the kernels of the attention backward have in common: operands, and three warpgroups.
+
+Two warpgroups compute and one loads. There are two of each kernel, with exact weights or without,
+and a flag in device memory says which one has work.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.kernels._pallas.gpu._blocks import launch
+from ejkernel.kernels._pallas.gpu.flash_attention import bwd_plan, bwd_tokens
+
+OWN = 5  # named barriers from here on, of one warpgroup alone each
+
+
+class Operands(NamedTuple):
+    """Device memory that is read; `rows` and `neg_delta` [b, h, t] have whole blocks of queries."""
+
+    q: Any  # [b, t, h, d]
+    k: Any  # [b, s, g, d]
+    v: Any
+    dout: Any
+    rows: Any
+    neg_delta: Any
+    exact: Any  # [1]
+
+
+class Refs(NamedTuple):
+    """Of a kernel, in `kinds` of its own but for the operands."""
+
+    operands: Operands
+    results: Any
+    shared: Any
+    barriers: Any
+    tokens: Any = None  # `bwd_tokens.Tokens`, where ids or lengths decide
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractKernel:
+    """A kernel of a plan, with or without `exact` weights."""
+
+    plan: bwd_plan.Plan
+    exact: bool
+
+    kinds: ClassVar[tuple[Any, Any, Any]]  # of results, shared memory and barriers
+
+    @property
+    def programs(self) -> int:
+        raise NotImplementedError
+
+    def scratch(self) -> tuple[Any, Any]:
+        """Shared memory and barriers."""
+        raise NotImplementedError
+
+    def place(self, program: Any, tokens: Any) -> Any:
+        """What a program works on."""
+        raise NotImplementedError
+
+    def load(self, refs: Refs, place: Any) -> None:
+        """The work of the warpgroup that loads."""
+        raise NotImplementedError
+
+    def compute(self, refs: Refs, place: Any, warpgroup: Any) -> None:
+        """The work of one of the others."""
+        raise NotImplementedError
+
+    def launch(self, operands: Operands, results: Any, tokens: Any = ()) -> Any:
+        """Writes results, unless `operands.exact` names the other kernel."""
+        shared, barriers = self.scratch()
+        made = launch.launch(
+            self,
+            [*operands, *tokens],
+            updated=results,
+            scratch=[*shared, *(x for x in barriers if x is not None)],
+            programs=self.programs,
+            warpgroups=bwd_plan.WARPGROUPS + 1,
+            auto_barriers=False,
+        )
+        return type(results)(*made)
+
+    def __call__(self, *given: Any) -> None:
+        taken = iter(given)
+
+        def bundle(kind: Any) -> Any:
+            return kind(*itertools.islice(taken, len(kind._fields)))
+
+        operands = bundle(Operands)
+        tokens = bundle(bwd_tokens.Tokens) if self.plan.limits else None
+        results, shared, barriers = self.kinds
+        refs = Refs(operands, bundle(results), bundle(shared), barriers(*taken), tokens)
+        place = self.place(lax.axis_index("cta"), tokens)
+        warpgroup = lax.axis_index("warpgroup")
+
+        def body() -> None:
+            is_loading = warpgroup == bwd_plan.WARPGROUPS
+            pl.when(is_loading)(lambda: self.load(refs, place))
+            pl.when(~is_loading)(lambda: self.compute(refs, place, warpgroup))
+
+        pl.when(refs.operands.exact[0] == int(self.exact))(body)
