@@ -1,7 +1,7 @@
 """Our TPU kernels by the cycles of their schedules.
 
 Attention stands beside JAX's splash and flash attention, sparse attention beside dense, and the
-linear recurrence beside our XLA entry.
+linear recurrence and recurrent layers beside our XLA entry.
 
 No TPU is needed: libtpu compiles for a chip and writes down what its kernels do in each cycle.
 Loops and branches count as often as they run; waiting for memory does not count, and neither does
@@ -20,6 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import tpu_linear
+import tpu_recurrent
 import tpu_sparse
 
 from ejkernel import _device, _folders
@@ -30,7 +31,11 @@ from ejkernel.kernels import kernel_registry
 _TOKENS, _HEADS = 4096, 8
 _CHIPS = ("v5e", "v6e")
 _FLOORS = "v5e"  # the chip of all rows but those of dense attention
-_MORE = {"blocksparse_attention": tpu_sparse, "linear_recurrence": tpu_linear}
+_MORE = {
+    "blocksparse_attention": tpu_sparse,
+    "linear_recurrence": tpu_linear,
+    "recurrent": tpu_recurrent,
+}
 _SPEC = kernel_registry.spec("flash_attention")
 _OPTIONS = {
     "full": {},
@@ -205,7 +210,12 @@ def row(chip, workload, mode, ours, peers, bars):
 
 def rows_of(chip, found):
     rows = dense_rows(chip, found) if "splash" in found else []
-    for op, make in (("blocksparse_attention", sparse_rows), ("linear_recurrence", linear_rows)):
+    makers = {
+        "blocksparse_attention": sparse_rows,
+        "linear_recurrence": linear_rows,
+        "recurrent": recurrent_rows,
+    }
+    for op, make in makers.items():
         rows += make(chip, found[op]) if op in found else []
     return rows
 
@@ -273,6 +283,22 @@ def linear_rows(chip, found):
                 name = f"{chip}: {call}, B1 T{tokens} H{heads} d128"
                 options = {"unit": "cycles", "auto": _OURS}
                 made.append(Row("linear_recurrence", name, mode, "bfloat16", programs, **options))
+    return made
+
+
+def recurrent_rows(chip, found):
+    """Whole programs: projections and products around the steps are XLA's in both."""
+    made = []
+    for call, entries in found.items():
+        for mode in ("fwd", "fwd+bwd"):
+            note = "at least: fusions that are alike count once"
+            programs = [
+                Program(name, _results.OURS, float(entries[name][mode]), note=note)
+                for name in (_OURS, "xla/any")
+            ]
+            options = {"unit": "cycles", "auto": _OURS}
+            name = f"{chip}: {call}"
+            made.append(Row("recurrent", name, mode, "bfloat16", programs, **options))
     return made
 
 

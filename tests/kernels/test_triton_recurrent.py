@@ -17,7 +17,7 @@ from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._triton._blocks import activations
 from ejkernel.kernels._triton.recurrent import bwd, call, cells, config, fwd
 from ejkernel.modules import recurrent
-from tests.kernels import harness
+from tests.kernels import harness, recurrent_calls
 
 SPEC = kernel_registry.spec("recurrent")
 H200 = Target(kind="gpu", model="NVIDIA H200", capability="9.0")
@@ -31,18 +31,7 @@ def entry(name="triton/gpu"):
 
 def values(cell_type="lstm", b=18, t=3, i=3, d=20, both=False, dtype="float32", **options):
     """Two blocks of rows and two of features, each with a rest."""
-    rng = np.random.default_rng(7)
-    m, ways = {"lstm": 4, "gru": 3, "rnn": 1}[cell_type] * d, ("", "_reverse") if both else ("",)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) / 2, dtype)
-    shapes = {"w_ih": (m, i), "w_hh": (m, d), "b_ih": (m,), "b_hh": (m,)}
-    states = [normal(*((2,) if both else ()), b, d) for _ in range(2)]
-    return {
-        "inputs": normal(b, t, i),
-        "hidden": tuple(states) if cell_type == "lstm" else states[0],
-        "weights": {n + way: normal(*shape) for way in ways for n, shape in shapes.items()},
-        "cell_type": cell_type,
-        "bidirectional": both,
-    } | options
+    return recurrent_calls.values(cell_type, b, t, i, d, both, dtype, 0.5) | options
 
 
 def make(*args, **options):

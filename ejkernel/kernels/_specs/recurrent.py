@@ -90,7 +90,7 @@ def unpack(values: dict[str, Any]) -> dict[str, Any]:
         return call  # the check of types says more
     _types.check_library(f"`{OP}`: `inputs`", call["inputs"])
     cell_type = call["cell_type"]
-    if cell_type not in GATES:
+    if not isinstance(cell_type, str) or cell_type not in GATES:
         raise ValueError(f"`{OP}`: `cell_type` must be one of {[*GATES]}; got {cell_type!r}.")
     if call["reverse"] and call["bidirectional"]:
         raise ValueError(
