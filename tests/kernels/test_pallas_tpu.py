@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -302,17 +301,6 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def _uncached():
-    """Without a device, programs can be written to JAX's cache but not be read again."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
-
-
 def compile_for(chip, options, dtype, every=False):
     """Compiles both directions with the first guess or every candidate; how many programs."""
     slice_name, model = CHIPS[chip]
@@ -355,9 +343,13 @@ def abstract(shape, more, dtype):
 
 
 @needs_libtpu
-@pytest.mark.usefixtures("_uncached")
+@pytest.mark.usefixtures("without_jax_cache")
 @pytest.mark.parametrize(
-    "options", [pytest.param("causal", marks=pytest.mark.slow), "all_static", "all_dynamic"]
+    "options",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("causal", "all_static")),
+        "all_dynamic",
+    ],
 )
 def test_libtpu_compiles_the_first_guess(options):
     assert compile_for("v5e", options, "bfloat16") == 2
@@ -365,7 +357,7 @@ def test_libtpu_compiles_the_first_guess(options):
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.usefixtures("_uncached")
+@pytest.mark.usefixtures("without_jax_cache")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chip", CHIPS)

@@ -57,6 +57,19 @@ def test_strong_gates_in_long_chunks(gates, dtype):
     assert_matches(values(gates=gates, strong=-20.0, dtype=dtype) | {"return_state": True})
 
 
+@pytest.mark.parametrize(
+    ("d", "e", "gates"),
+    [
+        (1, 1, ("gk",)),
+        pytest.param(1, 8, ("g", "gk", "gv"), marks=pytest.mark.slow),
+        pytest.param(8, 1, ("g",), marks=pytest.mark.slow),
+    ],
+)
+def test_one_feature_is_no_row_of_gates(d, e, gates):
+    """Gradients of one feature stay columns; only gates of whole tokens are rows of numbers."""
+    assert_matches(values(t=9, d=d, e=e, gates=gates), config.Config(block_t=8, chunk=8))
+
+
 def outputs(given, cfg):
     return jax.jit(lambda args: ENTRY.fn(args, cfg)[0])(make(given))
 

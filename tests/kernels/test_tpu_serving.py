@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
-from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel._device import Target
@@ -119,6 +118,26 @@ def test_steps_fill_registers(block_k, size, blocks):
     step = pages * size
     assert step <= max(block_k, size)
     assert step <= 128 or step % 128 == 0
+
+
+@pytest.mark.parametrize("length", [130, 200])
+def test_rows_that_do_not_fill_registers(length):
+    """A step over rows of keys is a multiple of 128 too; the last one ends with the row."""
+    k1, k2, k3 = jax.random.split(jax.random.key(2), 3)
+    spec = kernel_registry.spec("ragged_decode_attention")
+    values = {
+        "query": jax.random.normal(k1, (2, 2, 8)),
+        "key": jax.random.normal(k2, (2, length, 1, 8)),
+        "value": jax.random.normal(k3, (2, length, 1, 8)),
+        "sequence_start": jnp.asarray([3, 0]),
+        "sequence_end": jnp.asarray([length, 129]),
+        "return_lse": True,
+    }
+    made = harness.solve(spec, spec.canonicalize(spec.complete(values)))
+    cfg = page_config.Config(block_k=512)
+    entry = entry_of("ragged_decode_attention")
+    actual = harness.run_entry(entry, made, (cfg, None), compiler_options=harness.QUICK)
+    harness.assert_close_to_oracle(actual, made)
 
 
 def test_blocks_of_queries():
@@ -239,17 +258,6 @@ SIZES = {
 }
 
 
-@pytest.fixture
-def _without_jax_cache():
-    """What libtpu makes can be written to JAX's cache but not read."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
-
-
 @functools.cache
 def compiler_for(chip):
     made = _tpu.Compiler(_targets.parse(f"tpu:{chip}"), "x")
@@ -274,7 +282,7 @@ def compile_for(chip, op, options=None, **sizes):
 
 
 @needs_libtpu
-@pytest.mark.usefixtures("_without_jax_cache")
+@pytest.mark.usefixtures("without_jax_cache")
 def test_libtpu_compiles_without_a_copy_of_the_cache():
     options = {"return_lse": True, "sliding_window": 100, "softmax_aux": jnp.ones((1, 2))}
     cache, temporary = compile_for("v5e", "ragged_page_attention", options, groups=1)
@@ -282,7 +290,7 @@ def test_libtpu_compiles_without_a_copy_of_the_cache():
 
 
 @needs_libtpu
-@pytest.mark.usefixtures("_without_jax_cache")
+@pytest.mark.usefixtures("without_jax_cache")
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("op", OPS)

@@ -182,10 +182,6 @@ def changes() -> dict[str, dict[str, Any]]:
     return {name: change for name, change in made.items() if name != "v_scale"}
 
 
-def _count(value: Any) -> Any:
-    return np.asarray(value, np.int32) if isinstance(value, int) else value
-
-
 SPEC = _spec.OpSpec(
     name=_OP,
     work=_work_paged.mla_page_attention,
@@ -201,7 +197,10 @@ SPEC = _spec.OpSpec(
     examples=examples,
     twin=twin,
     config=MLAPageAttentionConfig,
-    scalars={"k_scale": page_attention.scale_array, "num_seqs": _count},
+    scalars={
+        "k_scale": page_attention.scale_array,
+        "num_seqs": functools.partial(_common.int32_array, _OP, "num_seqs"),
+    },
     publish=page_attention.publish,
     check=functools.partial(ragged_page_attention.check_count, op="mla_page_attention"),
     debug=check_values,

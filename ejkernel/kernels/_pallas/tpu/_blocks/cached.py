@@ -87,8 +87,10 @@ def add_options(args: Any, of: Rules, operands: grid.Operands) -> dict[str, Any]
     number = lambda x: x.astype(jnp.float32)
     if args.k_scale is not None:
         operands.add_scalars("k_scale", number(args.k_scale) * jnp.float32(args.softmax_scale))
-    if args.v_scale is not None:
-        operands.add_scalars("v_scale", number(args.v_scale))
+    # where keys are values too, there is one scale for both
+    v_scale = getattr(args, "v_scale", args.k_scale)
+    if v_scale is not None:
+        operands.add_scalars("v_scale", number(v_scale))
     if args.softmax_aux is not None:
         sinks = jax.nn.logsumexp(number(args.softmax_aux), axis=-1)
         operands.add_scalars("sinks", jnp.broadcast_to(sinks, (of.groups * of.group,)))

@@ -35,15 +35,15 @@ _LANES = 128
 _ROWS = 8
 
 
-def cached(query: Any, cache: Any, value_width: int) -> str | None:
-    """What kernels over cached keys cannot do."""
+def cached(query: Any, cache: Any, other_width: int, most: int = _MOST_WIDTH) -> str | None:
+    """What kernels over cached keys cannot do, by the widths of queries and of something else."""
     if query.dtype.name not in _FLOATS:
         return f"needs bfloat16 or float32, which a TPU multiplies; got {query.dtype}"
     if cache.dtype != query.dtype and cache.dtype.name not in _NARROW:
         return f"needs keys of the queries' dtype or one of {', '.join(_NARROW)}; got {cache.dtype}"
     d = query.shape[-1]
-    if not (1 <= d <= _MOST_WIDTH and 1 <= value_width <= _MOST_WIDTH):
-        return f"needs head sizes from 1 to {_MOST_WIDTH}; got {d} and {value_width}"
+    if not (1 <= d <= most and 1 <= other_width <= most):
+        return f"needs head sizes from 1 to {most}; got {d} and {other_width}"
     return None
 
 

@@ -291,6 +291,39 @@ class HeadPages(AbstractPages):
         return rows(k), rows(v)
 
 
+class LatentPages(AbstractPages):
+    """Pages [p, w, n] of one head, whose values are the first columns of its keys."""
+
+    def __init__(self, pages: jax.Array, e: int, tables: jax.Array, per_step: int, dtype: Any):
+        num, size, self.width = pages.shape
+        super().__init__(tables, num, size, per_step)
+        self.array, self.e, self.dtype = pages, e, dtype
+
+    def add(self, operands: grid.Operands, rows: Mapping[str, Callable[[int], Any]]) -> None:
+        super().add(operands, rows)
+        operands.add_whole("latent_pages", self.array)
+
+    def buffers(self) -> dict[str, Any]:
+        shape = (2, self.per_step, self.size, self.width)
+        return {
+            "two_steps": pltpu.VMEM(shape, self.array.dtype),
+            "arrived": pltpu.SemaphoreType.DMA((2,)),
+        }
+
+    def pieces(self, refs: Any, page: Any, slot: Any, u: Any) -> list[tuple[Any, Any]]:
+        return [(refs.latent_pages.at[page], refs.two_steps.at[slot, u])]
+
+    def filled(self, refs: Any) -> list[Any]:
+        return [refs.two_steps]
+
+    def part(self, refs: Any, slot: Any) -> None:
+        pass
+
+    def load(self, refs: Any, slot: Any, g: Any) -> tuple[jax.Array, jax.Array]:
+        k = _cast(refs.two_steps[slot], self.dtype).reshape(self.step, self.width)
+        return k, k[:, : self.e]
+
+
 def interleaved(pages: jax.Array, tables: jax.Array, per_step: int, dtype: Any) -> AbstractPages:
     """Pages [p, w, 2 g, d] with keys at even and values at odd heads, in the order XLA keeps."""
     _, _, double, width = pages.shape
@@ -304,7 +337,7 @@ class Rows(AbstractKeys):
 
     def __init__(self, key: jax.Array, value: jax.Array, step: int, dtype: Any):
         _, self.length, groups, _ = key.shape
-        self.step, self.dtype = min(step, self.length), dtype
+        self.step, self.dtype = _step_of_rows(min(step, self.length)), dtype
         self.heads = {
             name: heads.Heads(groups, x.shape[-1], x.dtype)
             for name, x in (("key", key), ("value", value))
@@ -361,6 +394,11 @@ class Rows(AbstractKeys):
         if self.dense:
             return refs.key[g], refs.value[g]
         return _cast(refs.two_key[slot, g], self.dtype), _cast(refs.two_value[slot, g], self.dtype)
+
+
+def _step_of_rows(most: int) -> int:
+    """Keys of a step: at most 128, or a multiple of 128."""
+    return most if most <= tiles.LANES else most - most % tiles.LANES
 
 
 def pages_of_step(block_k: int, size: int, blocks: int) -> int:

@@ -74,7 +74,8 @@ class Call(dense.Call):
         index = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, self.num_streamed), 3)
         listed = mask & (index >= first) & (index < last)
         whole = listed & (index >= full) & (index < ragged)
-        order = jnp.argsort(2 - listed.astype(jnp.int8) - whole, axis=-1, stable=True)
+        rank = 2 - listed.astype(jnp.int8) - whole.astype(jnp.int8)
+        order = jnp.argsort(rank, axis=-1, stable=True)
         counts = jnp.stack([whole.sum(-1), listed.sum(-1)], axis=-1)
         return counts.astype(jnp.int32), order.astype(jnp.int32)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel._device import Target
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import capacity
+from ejkernel.kernels._shared import config_checks
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 _LANES = 128
@@ -33,10 +34,7 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 8 or value % 8:
                 raise ValueError(f"`Config`: {name}={value!r} must be a multiple of 8.")
-        for name in ("parts", "stream"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "parts", "stream")
         for name in ("block_q", "block_k"):
             if getattr(self, name) % (8 * self.parts):
                 raise ValueError(f"`Config`: parts={self.parts} must cut {name} into eights.")

@@ -16,6 +16,7 @@ from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import grid, tiles
 from ejkernel.kernels._pallas.tpu.grouped_matmul import config
 from ejkernel.kernels._shared import groups
+from ejkernel.xla_utils import dtypes
 
 # rows of the table, as `groups.Visits` has them
 _GROUP, _BLOCK, _LOW, _HIGH, _FIRST, _LAST = range(6)
@@ -57,7 +58,7 @@ def multiply(
     (m, k), n = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
     bm, bk, bn = config.fitting(cfg, m, k, n)
     steps = _Steps(groups.by_block(rows, m, bm))
-    num_k, common = cdiv(k, bk), jnp.promote_types(lhs.dtype, rhs.dtype)
+    num_k, common = cdiv(k, bk), dtypes.common(lhs.dtype, rhs.dtype)
     operands = grid.Operands(optional=("existing",))
     operands.add(
         "lhs",
@@ -114,7 +115,7 @@ def outer(
     (m, num_i), num_j, count = left.shape, right.shape[1], rows.start.shape[0]
     bm, bi, bj = config.fitting(cfg, m, num_i, num_j)
     steps = _Steps(groups.by_group(rows, m, bm))
-    common = jnp.promote_types(left.dtype, right.dtype)
+    common = dtypes.common(left.dtype, right.dtype)
     operands = grid.Operands()
     for name, array, size, axis in (("left", left, bi, 0), ("right", right, bj, 1)):
         index = lambda i, j, v, table, axis=axis: (steps.read(table, _BLOCK, v), (i, j)[axis])

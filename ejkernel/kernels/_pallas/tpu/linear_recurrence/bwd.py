@@ -79,19 +79,23 @@ def _results(of: call.Call, wanted: frozenset[str]) -> dict[str, tuple[Any, Any]
     """Shapes and specs of what is wanted; float32 for what is summed afterwards."""
     args, f32 = of.args, jnp.float32
     own = lambda x: x.dtype if x.shape[2] == of.heads else f32
-    rows = of.d if config.by_element(args) else 1
     rows_dtype = args.gk.dtype if args.gk is not None and not {"g", "g_gamma"} & wanted else f32
     made = {
         "q": lambda: of.per_token(of.d, own(args.query)),
         "k": lambda: of.per_token(of.d, own(args.key)),
         "v": lambda: of.per_token(of.e, own(args.value)),
-        "rows": lambda: of.per_token(rows, rows_dtype),
+        "rows": lambda: of.token_row(f32) if _one_a_token(args) else of.per_token(of.d, rows_dtype),
         "columns": lambda: of.per_token(of.e, args.gv.dtype),
     }
     found = {n: made[n]() for n, sources in _SOURCES.items() if sources & wanted}
     if "initial_state" in wanted:
         found["dstart"] = of.last_state()
     return found
+
+
+def _one_a_token(args: Any) -> bool:
+    """Whether the gradient of gates is a row of numbers, not a column of the size of keys."""
+    return not config.by_element(args)
 
 
 def _kernel(of: call.Call, refs: Any) -> None:
@@ -118,8 +122,8 @@ def _kernel(of: call.Call, refs: Any) -> None:
             for name, x in found.items():
                 if (ref := getattr(refs, name, None)) is None:
                     continue
-                # one gate a token: a row of numbers
-                where = (slice(None), part) if x.shape[0] == 1 else (part,)
+                row = name == "rows" and _one_a_token(of.args)
+                where = (slice(None), part) if row else (part,)
                 ref[where] = x.astype(ref.dtype)
         refs.h[...] = dh
 
@@ -138,8 +142,8 @@ def _public(
 
     def tokens(name: str) -> jax.Array:
         x = made[name]
-        by_token = name == "rows" and not config.by_element(args)
-        return of.cut.join(x.swapaxes(3, 4) if by_token else x)  # [b, t, h, x]
+        row = name == "rows" and _one_a_token(args)
+        return of.cut.join(x.swapaxes(3, 4) if row else x)  # [b, t, h, x]
 
     def shared(name: str, like: jax.Array) -> jax.Array:
         """The sum over the heads that share one."""

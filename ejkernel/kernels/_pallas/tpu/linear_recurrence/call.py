@@ -112,7 +112,15 @@ class Call:
         return jax.ShapeDtypeStruct(shape, jnp.float32), self.state_spec()
 
     def per_token(self, width: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        rows, width = (width, self.cfg.block_t) if width == 1 else (self.cfg.block_t, width)
+        return self._per_step(self.cfg.block_t, width, dtype)
+
+    def token_row(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        """One number a token, along the lanes."""
+        return self._per_step(1, self.cfg.block_t, dtype)
+
+    def _per_step(
+        self, rows: int, width: int, dtype: Any
+    ) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
         shape = (self.steps, self.batch, self.heads, rows, width)
         return jax.ShapeDtypeStruct(shape, dtype), self.token_spec(self.heads, rows, width)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel._device import Target
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import capacity, tiles
+from ejkernel.kernels._shared import config_checks
 
 _MIB = 1 << 20
 
@@ -20,9 +21,7 @@ class Config:
     block_k: int
 
     def __post_init__(self) -> None:
-        value = self.block_k
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`Config`: block_k={value!r} must be a positive int.")
+        config_checks.positive(self, "block_k")
 
 
 @dataclasses.dataclass(frozen=True)

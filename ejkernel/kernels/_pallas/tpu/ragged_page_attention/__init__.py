@@ -9,14 +9,11 @@ from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 
 
 def _requires(args: Any) -> str | None:
-    tokens, _, d = args.queries.shape
-    sequences, blocks = args.block_tables.shape
-    # six numbers a block of at least 16 queries
-    queries = 6 * (tokens // 16 + min(sequences, tokens // 2))
+    d, blocks = args.queries.shape[-1], args.block_tables.shape[1]
     return (
         capacity.cached(args.queries, args.kv_pages, d)
         or capacity.pages(args.block_tables, args.kv_pages.shape[1])
-        or capacity.smem_refusal(queries + capacity.page_numbers(blocks))
+        or capacity.smem_refusal(config.table_numbers(args) + capacity.page_numbers(blocks))
     )
 
 

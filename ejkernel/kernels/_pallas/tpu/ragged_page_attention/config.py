@@ -10,6 +10,7 @@ from ejkernel._device import Target
 from ejkernel.callib import next_power_of_2
 from ejkernel.kernels._pallas.tpu._blocks import capacity, keys
 from ejkernel.kernels._pallas.tpu.page_attention import config as decoding
+from ejkernel.kernels._shared import config_checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,19 +28,22 @@ class Config:
         value = self.block_q
         if not isinstance(value, int) or value < 8 or value & (value - 1):
             raise ValueError(f"`Config`: block_q={value!r} must be a power of two, at least 8.")
-        for name in ("block_k", "decode_block_k"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "block_k", "decode_block_k")
+
+
+def queries(args: Any) -> Any:
+    """The queries; of latent vectors, those without the rope part."""
+    return args.q_nope if hasattr(args, "q_nope") else args.queries
 
 
 def sizes(args: Any) -> decoding.Sizes:
-    """The sizes of a call."""
-    _, heads, d = args.queries.shape
-    _, size, double, _ = args.kv_pages.shape
-    wide, narrow = (jnp.dtype(x.dtype).itemsize for x in (args.queries, args.kv_pages))
+    """The sizes of a call, of heads or of latent vectors."""
+    _, heads, e = queries(args).shape
+    _, size, *inner = args.kv_pages.shape
+    groups = inner[0] // 2 if len(inner) == 2 else 1
+    wide, narrow = (jnp.dtype(x.dtype).itemsize for x in (queries(args), args.kv_pages))
     reach = args.block_tables.shape[1] * size
-    return decoding.Sizes(heads, double // 2, d, d, reach, size, wide, narrow)
+    return decoding.Sizes(heads, groups, inner[-1], e, reach, size, wide, narrow)
 
 
 def pages_of_steps(args: Any, cfg: Config) -> tuple[int, int]:
@@ -53,8 +57,22 @@ def pages_of_steps(args: Any, cfg: Config) -> tuple[int, int]:
 
 def most_blocks(args: Any, cfg: Config) -> int:
     """At least the blocks of queries of all sequences that have several."""
-    tokens, count = args.queries.shape[0], args.block_tables.shape[0]
+    tokens, count = queries(args).shape[0], args.block_tables.shape[0]
     return tokens // cfg.block_q + min(count, tokens // 2)
+
+
+def table_numbers(args: Any) -> int:
+    """The most numbers in scalar memory: six a block of at least 16 queries."""
+    tokens, sequences = queries(args).shape[0], args.block_tables.shape[0]
+    return 6 * (tokens // 16 + min(sequences, tokens // 2))
+
+
+def refusal(args: Any, target: Target) -> str | None:
+    """Why a TPU has no room for the least blocks of a call with wide heads."""
+    needed, most = decoding.vmem_bytes(sizes(args), 16, 128), capacity.vmem(target)
+    if needed <= most:
+        return None
+    return f"needs {needed >> 20} MiB of VMEM for 16 tokens of all heads; it may use {most >> 20}"
 
 
 def vmem_limit(args: Any, cfg: Config) -> int:
@@ -77,8 +95,9 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the call; at least the smallest one."""
     of, most = sizes(args), capacity.vmem(target)
     group = max(of.heads // max(of.groups, 1), 1)
-    mean = next_power_of_2(-(-args.queries.shape[0] // max(args.block_tables.shape[0], 1)))
-    longest = max(next_power_of_2(args.queries.shape[0]), 16)
+    total = queries(args).shape[0]
+    mean = next_power_of_2(-(-total // max(args.block_tables.shape[0], 1)))
+    longest = max(next_power_of_2(total), 16)
     fits = lambda tokens, k: decoding.limit(decoding.vmem_bytes(of, tokens, k)) <= most
     few = next((k for k in (512, 256) if fits(1, k)), 128)
     made = []

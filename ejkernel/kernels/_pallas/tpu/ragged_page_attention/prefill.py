@@ -47,6 +47,8 @@ def blocks(
 
 def run(
     args: Any,
+    queries: jax.Array,  # [n, h, d]
+    sizes: tuple[int, int],  # key heads, value head size
     cache: keys.AbstractPages,
     table: jax.Array,
     old: dict[str, jax.Array],
@@ -55,24 +57,26 @@ def run(
 ) -> dict[str, jax.Array]:
     """`old` outputs with the rows of all blocks of a table in their places.
 
-    `out` is [n, h, d], `lse` [n, h, LANES] with the same number in all lanes.
+    `out` is [n, h, e], `lse` [n, h, LANES] with the same number in all lanes.
     """
-    _, num_heads, d = args.queries.shape
-    groups = args.kv_pages.shape[2] // 2
-    of = cached.rules(args, groups, tokens, args.queries, d)
+    (_, num_heads, d), (groups, e) = queries.shape, sizes
+    of = cached.rules(args, groups, tokens, queries, e)
     layout = {
-        "queries": heads.Heads(num_heads, d, args.queries.dtype),
+        "queries": heads.Heads(num_heads, d, queries.dtype),
+        "out": heads.Heads(num_heads, e, queries.dtype),
         "lse": heads.Heads(num_heads, tiles.LANES, jnp.dtype(jnp.float32)),
     }
-    operands = grid.Operands((*cached.OPTIONAL, "old_lse", "token_lse"))
-    operands.add_whole("queries", args.queries)
+    operands = grid.Operands((*cached.OPTIONAL, "old_lse", "token_lse", "token_out"))
+    operands.add_whole("queries", queries)
     for name, array in old.items():
         operands.add_whole(f"old_{name}", array)
     cache.add(operands, {"pages": _table_row})
     scratch = cached.add_options(args, of, operands)
     scratch |= of.state(cache.step) | cache.buffers()
-    scratch["query"] = pltpu.VMEM((groups, of.rows, d), args.queries.dtype)
-    scratch["tokens"] = pltpu.VMEM(layout["queries"].buffer(tokens), args.queries.dtype)
+    scratch["query"] = pltpu.VMEM((groups, of.rows, d), queries.dtype)
+    scratch["tokens"] = pltpu.VMEM(layout["queries"].buffer(tokens), queries.dtype)
+    if d != e:  # else queries make room for outputs
+        scratch["token_out"] = pltpu.VMEM(layout["out"].buffer(tokens), queries.dtype)
     if "lse" in old:
         scratch["token_lse"] = pltpu.VMEM(layout["lse"].buffer(tokens), jnp.float32)
     scratch["moved"] = pltpu.SemaphoreType.DMA(())
@@ -109,8 +113,9 @@ def _kernel(
         move(layout["queries"], refs.queries, refs.tokens, inwards=True)
         _gather(of, layout["queries"], refs)
         cached.attend(of, refs, cache, keys.Span(sequence, low, high, position, refs.pages))
-        _scatter(of, layout, refs)
-        move(layout["queries"], refs.out, refs.tokens, inwards=False)
+        outputs = refs.tokens if refs.token_out is None else refs.token_out
+        _scatter(of, layout, refs, outputs)
+        move(layout["out"], refs.out, outputs, inwards=False)
         if refs.lse is not None:
             move(layout["lse"], refs.lse, refs.token_lse, inwards=False)
 
@@ -152,12 +157,12 @@ def _gather(of: cached.Rules, layout: heads.Heads, refs: Any) -> None:
             refs.query[g, pl.ds(r * of.tokens, of.tokens)] = x.astype(of.dtype)
 
 
-def _scatter(of: cached.Rules, layout: dict[str, heads.Heads], refs: Any) -> None:
+def _scatter(of: cached.Rules, layout: dict[str, heads.Heads], refs: Any, outputs: Any) -> None:
     """Tokens from tiles of rows."""
     for g in range(of.groups):
         refs.acc[g], refs.m[g] = cached.finish(of, refs, g)
     rows = lambda ref, head: ref[head // of.group, pl.ds(head % of.group * of.tokens, of.tokens)]
-    for name, buffer, ref in (("queries", refs.tokens, refs.acc), ("lse", refs.token_lse, refs.m)):
+    for name, buffer, ref in (("out", outputs, refs.acc), ("lse", refs.token_lse, refs.m)):
         if buffer is None:
             continue
         packing = layout[name].packing
