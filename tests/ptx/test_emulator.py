@@ -47,6 +47,12 @@ def sum_kernel(x, out, n, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def widen_kernel(x, out, BLOCK: tl.constexpr):
+    o_n = tl.arange(0, BLOCK)
+    tl.store(out + o_n, tl.load(x + o_n).to(out.dtype.element_ty))
+
+
+@triton.jit
 def integers_kernel(x, y, out, n, BLOCK: tl.constexpr):
     """Signed division, shifts, products of twice the width, and extremes, one row each."""
     o_n = tl.arange(0, BLOCK)
@@ -115,6 +121,31 @@ def test_a_product_of_tiles_is_right():
     assert "wgmma.mma_async" in text
     assert "cp.async" in text
     np.testing.assert_allclose(out, exact_product(), atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "opcode"), [(M, "wgmma.mma_async"), (16, "mma.sync")])
+def test_a_product_in_tensorfloat32_is_right(rows, opcode):
+    """Hopper multiplies 64 rows and more by wgmma, from shared memory."""
+    a, b = (x.astype(jnp.float32) + jnp.float32(1e-3) for x in factors())
+    bound = {"inputs": {"a": a, "b": b, "used": USED}, "outputs": {"out": struct((rows, N))}}
+    with hook.emulated() as outcomes:
+        out = triton_call(product_kernel, **bound, grid=(1,), M=rows, N=N, K=K, BK=32)["out"]
+    assert outcomes[0].clean, outcomes
+    assert f"{opcode}." in outcomes[0].code
+    assert ".f32.tf32.tf32" in outcomes[0].code
+    cut = lambda x: (np.asarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    left, right = (cut(x).astype(np.float64) for x in (a[:rows, :USED], b[:USED]))
+    np.testing.assert_allclose(out, left @ right, atol=1e-4)
+
+
+def test_bytes_are_widened_right():
+    """By inline assembly with registers that have names."""
+    x = np.arange(-128, 128, dtype=np.int8)
+    bound = {"inputs": {"x": x}, "outputs": {"out": struct(x.shape, jnp.bfloat16)}}
+    with hook.emulated() as outcomes:
+        out = triton_call(widen_kernel, **bound, grid=(1,), BLOCK=256)["out"]
+    assert outcomes[0].clean, outcomes
+    np.testing.assert_array_equal(np.asarray(out, np.float32), x)
 
 
 def test_the_interpreter_is_back_afterwards():

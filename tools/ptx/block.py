@@ -10,6 +10,25 @@ from tools.ptx import faults, memory, table, text
 _MOST_STEPS = 5_000_000
 
 
+class InFlight:
+    """Asynchronous work in groups, the last of which is still open."""
+
+    def __init__(self) -> None:
+        self._groups: list[list[Any]] = [[]]
+
+    def add(self, work: Any) -> None:
+        self._groups[-1].append(work)
+
+    def close_group(self) -> None:
+        self._groups.append([])
+
+    def finish(self, but: int) -> list[Any]:
+        """Work of the oldest closed groups, of which `but` may stay in flight."""
+        count = max(len(self._groups) - 1 - but, 0)
+        done, self._groups = self._groups[:count], self._groups[count:]
+        return [work for group in done for work in group]
+
+
 class Block:
     """The threads of one program, which run in lockstep.
 
@@ -37,9 +56,12 @@ class Block:
             1 if program.touches_single_bytes else 2,
             lambda what: report(f"{self.current}: {what}"),
         )
-        # groups in flight, the last of which is still open
-        self.copies: list[list[Any]] = [[]]
-        self.products: list[list[Any]] = [[]]
+        self.copies, self.products = InFlight(), InFlight()
+        # of TMA, by address
+        self.descriptors: dict[int, dict[tuple[str, int], int]] = {}
+        self.barriers: dict[int, Any] = {}
+        # where a branch parted threads: the end of what some of them skip, and who runs until then
+        self._parted: list[tuple[int, np.ndarray]] = []
         self._registers: dict[str, np.ndarray] = {}
         self._constants: dict[tuple[int, int], np.ndarray] = {}
         index, grid = place
@@ -122,34 +144,57 @@ class Block:
         at, steps, code = 0, 0, self.program.instructions
         with np.errstate(all="ignore"):
             while at < len(code):
+                while self._parted and self._parted[-1][0] == at:
+                    self._parted.pop()
                 self.current, steps = code[at], steps + 1
                 if steps > _MOST_STEPS:
                     raise faults.Fault(f"still running after {_MOST_STEPS} instructions")
                 try:
-                    jump = self._step(self.current)
+                    jump = self._step(self.current, at)
                 except faults.Fault as fault:
                     raise type(fault)(f"{self.current}: {fault}") from None
                 if jump is None:
                     break
-                at = jump if jump >= 0 else at + 1
+                at = jump
         return steps
 
-    def _step(self, instruction: text.Instruction) -> int | None:
-        """Carries out one instruction; the next index, -1 for the one after it, None at the end."""
-        mask = None
+    def _step(self, instruction: text.Instruction, at: int) -> int | None:
+        """Carries out the instruction at an index; returns the next index, or None at the end."""
+        mask = self._parted[-1][1] if self._parted else None
         if instruction.predicate is not None:
-            mask = self.predicate(instruction.predicate) ^ instruction.negated
+            chosen = self.predicate(instruction.predicate) ^ instruction.negated
+            mask = chosen if mask is None else chosen & mask
             mask = None if mask.all() else mask
         kind = instruction.opcode.partition(".")[0]
         if kind in ("bra", "ret"):
-            if mask is not None:
-                if mask.any():
-                    raise faults.UnknownInstructionError("threads of a program part ways here")
-                return -1
-            return None if kind == "ret" else self.program.labels[str(instruction.target)]
+            return self._branch(instruction, at, mask)
         found = table.find(instruction.opcode)
         if found is None or instruction.operands is None:
             raise faults.UnknownInstructionError("the emulator does not know this instruction")
         handler, options = found
         handler(self, instruction.operands, options, mask)
-        return -1
+        return at + 1
+
+    def _branch(self, branch: text.Instruction, at: int, mask: np.ndarray | None) -> int | None:
+        """Follows a branch that the threads in `mask` take.
+
+        If only some do, the others run what these skip.
+        """
+        end, running = self._parted[-1] if self._parted else (None, self.everyone)
+        taken = self.everyone if mask is None else mask
+        if not taken.any():
+            return at + 1
+        whole = bool((taken == running).all())
+        if branch.target is None:
+            if not whole or end is not None:
+                raise faults.UnknownInstructionError("some of the threads end here")
+            return None
+        target = self.program.labels[branch.target]
+        if end is not None and target > end:
+            raise faults.UnknownInstructionError("threads that parted do not meet where expected")
+        if whole:
+            return target
+        if target <= at:
+            raise faults.UnknownInstructionError("threads of a program part ways here")
+        self._parted.append((target, running & ~taken))
+        return at + 1

@@ -17,7 +17,11 @@ _EIGHT = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.
 
 
 def widen(bits: np.ndarray, kind: str) -> np.ndarray:
-    """Float32 of the 16 bits of a bfloat16 or float16."""
+    """Float32 of the bits of a bfloat16 or float16, or of what a product in tf32 reads."""
+    if kind == "tf32":  # products pass over the last bits
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+    if kind == "bf16":  # the upper half of a float32
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.view(_HALF[kind]).astype(np.float32)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tools.ptx import block, faults, floats, integers, memory, moves, products, text
+from tools.ptx import block, faults, floats, integers, memory, moves, products, text, tiles
 
-INSTRUCTIONS = (integers, floats, moves, products)  # importing them fills the table
+INSTRUCTIONS = (integers, floats, moves, products, tiles)  # importing them fills the table
 
 
 @dataclasses.dataclass
@@ -20,6 +20,7 @@ class Outcome:
     instructions: int = 0
     races: set[str] = dataclasses.field(default_factory=set)
     fault: str | None = None
+    code: str = dataclasses.field(default="", repr=False)  # PTX
 
     @property
     def clean(self) -> bool:
@@ -43,7 +44,7 @@ def run(
     arrays = list({id(x): x for x in arguments if isinstance(x, np.ndarray)}.values())
     place = {id(x): i for i, x in enumerate(arrays)}
     may_write = {id(x) for x in writable}
-    outcome = Outcome(program.name, (*grid, *(1,) * (3 - len(grid))))
+    outcome = Outcome(program.name, (*grid, *(1,) * (3 - len(grid))), code=ptx)
     heap = memory.GlobalMemory(arrays, [id(x) in may_write for x in arrays])
     values = [heap.address(place[id(x)]) if isinstance(x, np.ndarray) else x for x in arguments]
     values += [0] * (len(program.parameters) - len(values))

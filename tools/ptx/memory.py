@@ -134,16 +134,28 @@ class SharedMemory:
         self._copied[cells] = False
         self._mark_written(cells, warps[:, None])
 
-    def begin_product(self, addresses: np.ndarray, group: int) -> None:
-        """A group of four warps begins to read 16-bit factors, until `end_product`."""
-        cells = self._cells(addresses, 2)
+    def begin_tile(self, addresses: np.ndarray, size: int, warps: np.ndarray) -> None:
+        """A copy by descriptor begins; it sees stores of before only through a fence."""
+        if self._unfenced[self._cells(addresses, size)].any():
+            self._report("copies a tile to what was stored without a proxy fence since")
+        self.store(addresses, size, warps, copy=True)
+
+    def end_tile(self, addresses: np.ndarray, size: int) -> None:
+        """A copy by descriptor arrived, and all who wait for its barrier may read it."""
+        cells = self._cells(addresses, size)
+        self._copied[cells] = False
+        self._written[cells] = 0
+
+    def begin_product(self, addresses: np.ndarray, size: int, group: int) -> None:
+        """A group of four warps begins to read factors, until `end_product`."""
+        cells = self._cells(addresses, size)
         self._check_read(cells, np.ones(1, bool))  # three of the warps did not write it
         if self._unfenced[cells].any():
             self._report("multiplies what was stored without a proxy fence since")
         self._read[4 * group : 4 * group + 4, cells] = self._epoch
         self._factors[cells] += 1
 
-    def end_product(self, addresses: np.ndarray, group: int) -> None:
-        cells = self._cells(addresses, 2)
+    def end_product(self, addresses: np.ndarray, size: int, group: int) -> None:
+        cells = self._cells(addresses, size)
         self._factors[cells] -= 1
         self._read[4 * group : 4 * group + 4, cells] = self._epoch

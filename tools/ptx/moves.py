@@ -104,19 +104,18 @@ def begin_copy(block: Any, operands: Any, options: Any, mask: Any) -> None:
     places[given > 0] = block.memory.offsets(addresses[given > 0], size, write=False)
     block.shared.check(target, size, size)
     block.shared.store(target, size, block.warp[active], copy=True)
-    block.copies[-1].append(Copy(target, places, size, given, block.warp[active]))
+    block.copies.add(Copy(target, places, size, given, block.warp[active]))
 
 
 @handles(r"cp\.async\.commit_group")
 def close_copies(block: Any, operands: Any, options: Any, mask: Any) -> None:
-    block.copies.append([])
+    block.copies.close_group()
 
 
 @handles(r"cp\.async\.wait_group")
 def await_copies(block: Any, operands: Any, options: Any, mask: Any) -> None:
-    while len(block.copies) - 1 > operands[0].value:
-        for copy in block.copies.pop(0):
-            _end_copy(block, copy)
+    for copy in block.copies.finish(but=operands[0].value):
+        _end_copy(block, copy)
 
 
 def _end_copy(block: Any, copy: Copy) -> None:

@@ -4,15 +4,17 @@ A fragment is the part of a tile that a lane holds: rows lane / 4, columns 2 * (
 next, in the 8 x 8 parts of the tile.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools.ptx import faults, floats, text
+from tools.ptx import faults, floats, table, text
 from tools.ptx.table import handles
 
 _LANE = np.arange(32)
 _ROW, _COLUMN = _LANE // 4, 2 * (_LANE % 4)
+_BYTES = {"bf16": 2, "f16": 2, "tf32": 4}  # of a number in a factor
 
 
 @handles(
@@ -55,8 +57,18 @@ def _halves(block: Any, register: text.Operand, kind: str) -> tuple[np.ndarray, 
     return floats.widen(low, kind), floats.widen(high, kind)
 
 
+def _singles(block: Any, register: text.Operand) -> np.ndarray:
+    """The number in TensorFloat-32 that each lane has in a register: [warps, 32]."""
+    return floats.widen(block.value(register, 32).reshape(-1, 32), "tf32")
+
+
 def _left_factor(block: Any, registers: Any, kind: str) -> np.ndarray:
-    """The 16 x 16 factor of each warp from four registers: [warps, 16, 16]."""
+    """The factor of each warp from four registers: [warps, 16, 16], or [warps, 16, 8] in tf32."""
+    if kind == "tf32":
+        tile = np.zeros((block.threads // 32, 16, 8), np.float32)
+        for i, register in enumerate(registers):
+            tile[:, _ROW + 8 * (i & 1), _LANE % 4 + 4 * (i >> 1)] = _singles(block, register)
+        return tile
     tile = np.zeros((block.threads // 32, 16, 16), np.float32)
     for i, register in enumerate(registers):
         for odd, value in enumerate(_halves(block, register, kind)):
@@ -64,15 +76,22 @@ def _left_factor(block: Any, registers: Any, kind: str) -> np.ndarray:
     return tile
 
 
-@handles(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<kind>bf16|f16)\.(?P=kind)\.f32")
+@handles(
+    r"mma\.sync\.aligned\.m16n8k(?:16\.row\.col\.f32\.(?P<kind>bf16|f16)\.(?P=kind)"
+    r"|8\.row\.col\.f32\.tf32\.tf32)\.f32"
+)
 def multiply(block: Any, operands: Any, options: Any, mask: Any) -> None:
     if mask is not None:
         raise faults.UnknownInstructionError("a product of some of the threads")
     to, left, right, start = operands
-    a = _left_factor(block, left, options["kind"])
-    b = np.zeros((block.threads // 32, 16, 8), np.float32)
+    kind = options["kind"] or "tf32"
+    a = _left_factor(block, left, kind)
+    b = np.zeros((block.threads // 32, a.shape[2], 8), np.float32)
     for i, register in enumerate(right):
-        for odd, value in enumerate(_halves(block, register, options["kind"])):
+        if kind == "tf32":
+            b[:, _LANE % 4 + 4 * i, _ROW] = _singles(block, register)
+            continue
+        for odd, value in enumerate(_halves(block, register, kind)):
             b[:, _COLUMN + odd + 8 * i, _ROW] = value
     product = a @ b  # [warps, 16, 8]
     results = [
@@ -87,37 +106,43 @@ def multiply(block: Any, operands: Any, options: Any, mask: Any) -> None:
 
 
 class Product(NamedTuple):
-    """A product in flight: 64 x 16 times 16 x `columns` for each group of four warps."""
+    """A product in flight: 64 x k times k x `columns` for each group of four warps.
+
+    k is 16, or 8 in TensorFloat-32: 32 bytes.
+    """
 
     to: tuple[text.Register, ...]
     columns: int
     kind: str
     held: tuple[text.Operand, ...] | None  # the left factor's registers, read at the end
-    left: list[np.ndarray]  # else its addresses [64, 16], for each group
-    right: list[np.ndarray]  # addresses [columns, 16] for each group
+    left: list[np.ndarray]  # else its addresses [64, k], for each group
+    right: list[np.ndarray]  # addresses [columns, k] for each group
     adds: np.ndarray  # whether the accumulator is added, by thread
 
 
 @handles(
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k16\.f32\.(?P<kind>bf16|f16)\.(?P=kind)"
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)"
+    r"k(?:16\.f32\.(?P<kind>bf16|f16)\.(?P=kind)|8\.f32\.tf32\.tf32)"
 )
 def begin_product(block: Any, operands: Any, options: Any, mask: Any) -> None:
     to, left, right, adds, *flags = operands
-    signs, transposed = flags[:2], [flag.value for flag in flags[2:]]
+    signs, transposed = flags[:2], [flag.value for flag in flags[2:]] or [0]
+    kind = options["kind"] or "tf32"
     if mask is not None or any(sign != text.Number(1) for sign in signs) or block.threads % 128:
         raise faults.UnknownInstructionError("a negated product, or one of some of the threads")
     columns = int(options["columns"])
     factor = lambda operand, rows, flag: [
-        _places(block, descriptor, rows, flag) for descriptor in _descriptors(block, operand)
+        _places(block, descriptor, rows, flag, _BYTES[kind])
+        for descriptor in _descriptors(block, operand)
     ]
     held = left if isinstance(left, tuple) else None
     left = [] if held else factor(left, 64, transposed[0])
     right = factor(right, columns, transposed[-1])
     for factors in (left, right):
         for group, places in enumerate(factors):
-            block.shared.begin_product(places.ravel(), group)
+            block.shared.begin_product(places.ravel(), _BYTES[kind], group)
     adds = block.predicate(adds)
-    block.products[-1].append(Product(to, columns, options["kind"], held, left, right, adds))
+    block.products.add(Product(to, columns, kind, held, left, right, adds))
 
 
 def _descriptors(block: Any, operand: text.Operand) -> list[int]:
@@ -128,21 +153,21 @@ def _descriptors(block: Any, operand: text.Operand) -> list[int]:
     return [int(x) for x in value[:, 0]]
 
 
-def _places(block: Any, descriptor: int, rows: int, transposed: int) -> np.ndarray:
-    """Addresses [rows, 16] of the 16-bit numbers of a factor."""
+def _places(block: Any, descriptor: int, rows: int, transposed: int, size: int) -> np.ndarray:
+    """Addresses [rows, 32 / size] of the numbers of a factor, of `size` bytes each."""
     start, lead, stride = (((descriptor >> shift) & 0x3FFF) << 4 for shift in (0, 16, 32))
     swizzle = descriptor >> 62
     if swizzle == 0 or (descriptor >> 49) & 7:
         raise faults.UnknownInstructionError("a factor without a swizzle, or with a base offset")
     width = {1: 128, 2: 64, 3: 32}[swizzle]  # bytes of a row of the swizzled pattern
-    row, k = np.arange(rows)[:, None], np.arange(16)
+    row, k = np.arange(rows)[:, None], np.arange(32 // size)
     if transposed:
         across = width // 2
         place = start + row // across * lead + k // 8 * stride + k % 8 * width + row % across * 2
     else:
-        place = start + row // 8 * stride + row % 8 * width + k * 2
+        place = start + row // 8 * stride + row % 8 * width + k * size
     place = place ^ (((place >> 7) & (width // 16 - 1)) << 4)
-    block.shared.check(place, 2, 2)
+    block.shared.check(place, size, size)
     return place
 
 
@@ -153,39 +178,46 @@ def order_registers(block: Any, operands: Any, options: Any, mask: Any) -> None:
 
 @handles(r"wgmma\.commit_group\.sync\.aligned")
 def close_products(block: Any, operands: Any, options: Any, mask: Any) -> None:
-    block.products.append([])
+    block.products.close_group()
 
 
 @handles(r"wgmma\.wait_group\.sync\.aligned")
 def await_products(block: Any, operands: Any, options: Any, mask: Any) -> None:
-    while len(block.products) - 1 > operands[0].value:
-        for product in block.products.pop(0):
-            _end_product(block, product)
+    for product in block.products.finish(but=operands[0].value):
+        _end_product(block, product)
 
 
 def _end_product(block: Any, product: Product) -> None:
-    words = block.shared.data[: block.shared.data.size // 2 * 2].view(np.uint16)
+    size = _BYTES[product.kind]
+    data = block.shared.data[: block.shared.data.size // size * size]
+    words = data.view(table.UNSIGNED[8 * size])
     held = None
     if product.held is not None:
-        held = _left_factor(block, product.held, product.kind).reshape(-1, 64, 16)
-    sums = []
-    for register in product.to:
-        known = block.is_set(register)
-        old = block.floats(register) if known else np.full(block.threads, np.nan, np.float32)
-        sums.append(np.where(product.adds, old, np.float32(0)))
-    thread = np.arange(128)
-    row, column = 16 * (thread // 32) + _ROW[thread % 32], _COLUMN[thread % 32]
+        held = _left_factor(block, product.held, product.kind)
+        held = held.reshape(-1, 64, 32 // size)
+    old = np.full((len(product.to), block.threads), np.nan, np.float32)
+    for i, register in enumerate(product.to):
+        if block.is_set(register):
+            old[i] = block.floats(register)
+    sums = np.where(product.adds, old, np.float32(0))
+    row, column = _fragment(len(product.to))
     for group, right in enumerate(product.right):
-        block.shared.end_product(right.ravel(), group)
+        block.shared.end_product(right.ravel(), size, group)
         if held is None:
             left = product.left[group]
-            block.shared.end_product(left.ravel(), group)
-            a = floats.widen(words[left // 2], product.kind)
+            block.shared.end_product(left.ravel(), size, group)
+            a = floats.widen(words[left // size], product.kind)
         else:
             a = held[group]
-        tile = a @ floats.widen(words[right // 2], product.kind).T  # [64, columns]
-        mine = slice(128 * group, 128 * group + 128)
-        for i, total in enumerate(sums):
-            total[mine] += tile[row + 8 * (i >> 1 & 1), 8 * (i >> 2) + column + (i & 1)]
+        tile = a @ floats.widen(words[right // size], product.kind).T  # [64, columns]
+        sums[:, 128 * group : 128 * group + 128] += tile[row, column]
     for register, total in zip(product.to, sums, strict=True):
         block.write(register, total.view(np.uint32), None)
+
+
+@functools.cache
+def _fragment(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each number that the 128 threads of a group hold: [count, 128] each."""
+    thread, i = np.arange(128), np.arange(count)[:, None]
+    row = 16 * (thread // 32) + _ROW[thread % 32] + 8 * (i >> 1 & 1)
+    return row, 8 * (i >> 2) + _COLUMN[thread % 32] + (i & 1)

@@ -8,6 +8,7 @@ from tools.ptx import faults
 
 # bits of a register by the letters of its name; 1 is a predicate
 _WIDTHS = {"p": 1, "rs": 16, "r": 32, "f": 32, "rd": 64}
+_FIRST_NAMED = 10**7  # above the numbers that compilers give
 _SPECIAL = re.compile(r"%(?:(?:n?ctaid|n?tid)\.[xyz]|laneid)")
 
 
@@ -77,6 +78,7 @@ class Program:
 
 def read(ptx: str) -> Program:
     """Reads the one kernel of a PTX module."""
+    ptx = _numbered(ptx)
     if (entry := re.search(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", ptx)) is None:
         raise faults.Fault("The text holds no kernel (`.entry`).")
     threads = re.search(r"\.reqntid\s+(\d+)\s*(?:,\s*1\s*)*\n?", ptx[entry.end() :])
@@ -91,6 +93,21 @@ def read(ptx: str) -> Program:
             instructions.append(_instruction(text, line))
     parameters = tuple(p.split()[-1] for p in entry[2].split(",") if p.strip())
     return Program(entry[1], tuple(instructions), labels, parameters, int(threads[1]))
+
+
+def _numbered(ptx: str) -> str:
+    """The text with numbers for registers that inline assembly has names of its own for."""
+    letters = {bits: name for name, bits in _WIDTHS.items()} | {32: "r"}
+    declared = set(re.findall(r"\.reg\s+\.(pred|[bsuf]\d+)\s+([^%;]+);", ptx))
+    given = iter(range(_FIRST_NAMED, 2 * _FIRST_NAMED))
+    for kind, names in sorted(declared):
+        letter = letters[1 if kind == "pred" else int(kind[1:])]
+        for name in map(str.strip, names.split(",")):
+            several = re.fullmatch(r"(\w+)<(\d+)>", name)
+            every = [f"{several[1]}{i}" for i in range(int(several[2]))] if several else [name]
+            for one in every:
+                ptx = re.sub(rf"(?<![\w%$.:]){one}(?!\w)", f"%{letter}{next(given)}", ptx)
+    return ptx
 
 
 def _statements(body: str) -> Iterator[tuple[str, str]]:
@@ -141,6 +158,10 @@ def _operand(text: str) -> Operand:
     """Reads one operand; raises ValueError for what has none of the known forms."""
     if text.startswith("{"):
         return tuple(_operand(part) for part in _parts(text[1:-1]))
+    if "|" in text:  # two results of one instruction
+        return tuple(_operand(part) for part in text.split("|"))
+    if tile := re.fullmatch(r"\[(\S+),\s*(\{.*\})\s*\]", text):  # by its descriptor and start
+        return Address(_operand(tile[1]), 0), _operand(tile[2])
     if text.startswith("["):
         found = re.fullmatch(r"([%\w$]+)(?:\s*\+\s*(-?\w+))?", text[1:-1].strip())
         if found is None:
