@@ -1,6 +1,7 @@
 """`ejkernel bench`: measures operations beside peers, and compares results."""
 
 import argparse
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -11,8 +12,12 @@ from ejkernel._cli_text import say, table, tell
 _EXAMPLE = """examples:
   ejkernel bench mean_pooling flash_attention --report report.html
   ejkernel bench flash_attention --out new.json
+  ejkernel bench flash_attention --out new.json --resume --budget 500 --timeout 120
   ejkernel bench --compare old.json new.json
 """
+
+
+_CALL_S = 540.0  # of one call, where --budget does not say
 
 
 def add_command(commands: Any) -> None:
@@ -49,7 +54,27 @@ def add_command(commands: Any) -> None:
         metavar="SECONDS",
         help="tune each kernel first",
     )
+    add(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="begin no row after this; 1 if some are left",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="measure in a process that may die or say nothing for so long; another goes on",
+    )
+    add("--resume", action="store_true", help="keep the rows of --out and measure the others")
+    add("--state", default="", help=argparse.SUPPRESS)  # of a worker: see `bench._apart`
     add("--bars", action="store_true", help="leave with 1 when a promise of a workload is missed")
+    add(
+        "--compile",
+        metavar="TARGET",
+        help="only compile Triton kernels, for a GPU such as cuda:sm_90 that need not be here",
+    )
     add("--list", action="store_true", help="say what would be measured, and nothing else")
     add("--json", action="store_true", help="print the results for programs")
     add("--out", metavar="FILE", help="write the results, after every row")
@@ -62,11 +87,19 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.compare is not None:
         return _compare(arguments)
     _check(arguments)
+    if arguments.compile is not None:
+        return _compile(arguments)
+    if arguments.timeout and not arguments.list:
+        from ejkernel.bench import _apart
+
+        budget = float("inf") if arguments.budget is None else arguments.budget
+        silent = arguments.timeout + arguments.tune  # nothing is said while a kernel is tuned
+        return _apart.run(arguments.argv, silent, budget, arguments.out)
     workloads = _workloads(arguments)  # a file of workloads may say how many devices JAX makes
     _check_devices()
     if arguments.list:
         return _list(workloads)
-    from ejkernel.bench import _results, _runner
+    from ejkernel.bench import _apart, _results, _runner
 
     options = _runner.Options(
         rounds=arguments.rounds,
@@ -76,25 +109,55 @@ def _bench(arguments: argparse.Namespace) -> int:
         peers=_peer_names(arguments, workloads),
         public=arguments.public,
         tune_s=arguments.tune,
+        budget_s=float("inf") if arguments.budget is None else arguments.budget,
+        resume=_earlier(arguments),
+        given_up=_apart.given_up(arguments.state) if arguments.state else {},
     )
+    journal = _apart.Journal(arguments.state) if arguments.state else None
 
     def save(document: Any) -> None:
         if arguments.out:
             _folders.write_whole(arguments.out, _results.encode(document))
 
     with _cli_progress.shown() as progress:
-        document = _runner.run(workloads, options, progress, save)
+        told: Any = progress if journal is None else _apart.Recorded(progress, journal)
+        document = _runner.run(workloads, options, told, save)
     save(document)
-    return _finish(arguments, document)
+    if journal is not None:
+        journal.write(ended=True)
+    _tell_compiled()
+    return max(_finish(arguments, document), 1 if progress.rows_left else 0)
+
+
+def _tell_compiled() -> None:
+    """Says whether Triton's compiler had to work, where it was asked to."""
+    import sys
+
+    if (module := sys.modules.get("ejkernel.callib._triton_compile")) is not None:
+        counts = module.counts
+        if any(counts.values()):
+            tell(f"Triton kernels: {counts['found']} found, {counts['compiled']} compiled")
+
+
+def _earlier(arguments: argparse.Namespace) -> Any:
+    """The results that are gone on with."""
+    if not arguments.resume or not pathlib.Path(arguments.out).exists():
+        return None
+    from ejkernel.bench import _results
+
+    return _results.read(arguments.out)
 
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses what cannot work before anything is measured."""
     if arguments.rounds < 1:
         raise UsageError(f"--rounds must be at least 1; got {arguments.rounds}")
-    for name in ("seconds", "tune"):
+    if arguments.resume and arguments.out is None:
+        raise UsageError("--resume needs --out, which holds the rows that are there already")
+    for name in ("seconds", "tune", "timeout", "budget"):
         value = getattr(arguments, name)
-        if not 0 <= value < float("inf"):
+        endless = name == "budget" and value == float("inf")
+        if value is not None and not 0 <= value < float("inf") and not endless:
             raise UsageError(f"--{name} must be a number of seconds; got {value}")
     for name in ("out", "report"):
         path = getattr(arguments, name)
@@ -164,6 +227,56 @@ def _peer_names(arguments: argparse.Namespace, workloads: list[Any]) -> tuple[st
         here = ", ".join(sorted(known)) or "none"
         raise UsageError(f"--peer {unknown[0]!r} is not here; the peers of these ops are: {here}")
     return tuple(arguments.peer)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    """Fills the cache of Triton kernels for another machine, which may then be carried there."""
+    from ejkernel import _device
+    from ejkernel.aot import _targets
+    from ejkernel.bench import _precompile
+    from ejkernel.callib import _triton_compile
+
+    target = _targets.parse(arguments.compile)
+    if target.kind == "tpu":
+        raise UsageError(f"--compile takes a GPU, such as cuda:sm_90; got {arguments.compile!r}")
+    _targets.require(target)
+    arguments.shapes = "full" if arguments.shapes == "auto" else arguments.shapes
+    arguments.dtype = arguments.dtype or "bfloat16"
+    described = _device.Target("gpu", target.model, target.capability)
+    found = _workloads(arguments)
+    if arguments.list:
+        return _estimate(arguments, found, described)
+    modes = tuple(arguments.mode or ("fwd", "fwd+bwd"))
+    failed = 0
+    for done in _precompile.workloads(found, modes, described, bool(arguments.tune)):
+        tell(f"{done.op}, {done.workload}: {done.kernels} kernels")
+        failed += len(done.failed)
+        for text in done.failed:
+            tell(f"ejkernel: {text}")
+    counts = _triton_compile.counts
+    say(f"compiled {counts['compiled']} Triton kernels for {target}, found {counts['found']}")
+    say(f"they are in {_triton_compile.cache_folder()}")
+    return 1 if failed else 0
+
+
+def _estimate(arguments: argparse.Namespace, workloads: list[Any], target: Any) -> int:
+    """What a benchmark has to do on a GPU that is not here, and about how long it takes."""
+    from ejkernel.bench import _estimate, _runner
+
+    options = _runner.Options(
+        seconds=arguments.seconds,
+        modes=tuple(arguments.mode or ("fwd", "fwd+bwd")),
+        public=arguments.public,
+        tune_s=arguments.tune,
+    )
+    found = list(_estimate.rows(workloads, target, options, cached=True))
+    columns = ("op", "workload", "mode", "ours", "peers", "candidates", "seconds")
+    rows = [(*dataclasses.astuple(row)[:-1], f"{row.seconds:.0f}") for row in found]
+    table(columns, rows, f"an estimate for {target.model}, with kernels that --compile has left")
+    budget = arguments.budget or _CALL_S
+    total, calls = _estimate.whole(found, budget)
+    say(f"about {total:.0f} s: {calls} calls of at most {budget:g} s, each with --resume")
+    return 0
 
 
 def _list(workloads: list[Any]) -> int:

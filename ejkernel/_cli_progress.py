@@ -18,7 +18,7 @@ class _PlainProgress:
     """A line for every row, on the standard error."""
 
     def __init__(self) -> None:
-        self.total = self.count = 0
+        self.total = self.count = self.rows_left = 0
 
     def __enter__(self) -> "_PlainProgress":
         return self
@@ -32,6 +32,16 @@ class _PlainProgress:
 
     def step(self, text: str) -> None:
         return None
+
+    def begin(self, op: str, workload: str, mode: str, program: str) -> None:
+        return None
+
+    def lost(self, reason: str) -> None:
+        return None
+
+    def left(self, count: int) -> None:
+        self.rows_left = count
+        tell(f"{count} rows are left; the same command with --resume measures them")
 
     def done(self, row: Any) -> None:
         self.count += 1

@@ -59,6 +59,7 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit:  # after --help or --version
         return 0
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
     _no_tpu.name_platforms()
     return arguments.run(arguments)
 

@@ -10,16 +10,13 @@ import jax.numpy as jnp
 
 from ejkernel.kernels import _spec, _types, kernel_registry
 
-_ATTENTION = dict.fromkeys(("query", "key", "value"), (1, 4096, 8, 128))
-_SHAPES = {"attention": _ATTENTION, "flash_attention": _ATTENTION}
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """Public arguments of an op: shapes of its arrays, and its options."""
 
     spec: _spec.OpSpec
-    arrays: dict[str, jax.ShapeDtypeStruct]
+    arrays: dict[str, Any]  # some hold several, such as the weights of a cell
     options: dict[str, Any]
 
     def args(self, arrays: Mapping[str, Any]) -> Any:
@@ -67,15 +64,23 @@ def decode(op: str, plain: Mapping[str, Any], dtype: str = "bfloat16") -> Call:
 
 
 def _example(spec: _spec.OpSpec, dtype: Any) -> Call:
-    """Attention at a length that fills a device; for other ops their first test case."""
-    if spec.name in _SHAPES:
-        shapes = _SHAPES[spec.name].items()
-        return Call(spec, {n: jax.ShapeDtypeStruct(s, dtype) for n, s in shapes}, {})
-    cases = spec.cases()
+    """The first call that `ejkernel bench` measures on devices; without one a call of the tests."""
+    measured = [] if spec.work is None else spec.work.benchmarks()
+    cases = [case for case in measured if "device" in case.tags] or spec.cases()
     if not cases:
         raise ValueError(f"`{spec.name}` has no example; give the shapes of its arrays.")
-    values = cases[0].values(dtype, jax.random.key(0))
-    given = {n: v for n, v in values.items() if v is not None}
-    arrays = {n: v for n, v in given.items() if hasattr(v, "shape")}
-    found = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in arrays.items()}
-    return Call(spec, found, {n: v for n, v in given.items() if n not in arrays})
+    options = {}
+
+    def arrays() -> dict[str, Any]:
+        given = cases[0].values(dtype, jax.random.key(0))
+        found = {n: v for n, v in given.items() if _holds_arrays(v)}
+        options.update({n: v for n, v in given.items() if v is not None and n not in found})
+        return found
+
+    shapes = jax.eval_shape(arrays)  # fills `options` too
+    return Call(spec, shapes, options)
+
+
+def _holds_arrays(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(hasattr(x, "shape") for x in leaves)

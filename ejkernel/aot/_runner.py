@@ -46,8 +46,8 @@ def compile(  # noqa: PLR0913 - the public signature
     Args:
       op: The operation.
       targets: Such as "tpu:v5e", "tpu:v5e:16x16", "cuda:sm_90" or "hip:gfx942".
-      call: Arguments by name; of arrays only shapes and dtypes count. Without arrays: attention of
-        8 heads and 4096 tokens; for other ops their first test case.
+      call: Arguments by name; of arrays only shapes and dtypes count. Without arrays: the first
+        call of the op that `ejkernel bench` measures on devices.
       dtype: Of the floats in arrays that are not given.
       entries: Names such as "pallas/tpu", or platforms. Default: all.
       configs: "heuristic", the first guess of every entry, or "all", its candidates.

@@ -95,17 +95,20 @@ class Compiler:
         values = [
             known.get(_field(path)) for path, _ in jax.tree_util.tree_leaves_with_path(inputs)
         ]
-        found = _trips.kernels(traced.jaxpr, values)
         memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
         return {
-            "kernels": self._kernels(folder, found),
+            "kernels": self.kernels(traced, folder, values),
             "argument_bytes": memory.argument_size_in_bytes,
             "temp_bytes": memory.temp_size_in_bytes,
             "flops": cost.get("flops"),
             "bytes_accessed": cost.get("bytes accessed"),
         }
 
-    def _kernels(self, folder: pathlib.Path, found: list[_trips.Kernel]) -> list[KernelReport]:
+    def kernels(
+        self, traced: Any, folder: pathlib.Path, values: Sequence[Any]
+    ) -> list[KernelReport]:
+        """Numbers of the kernels of a program that was just built; `values` are known inputs."""
+        found = _trips.kernels(traced.jaxpr, values)
         dumped: dict[str, list[pathlib.Path]] = {}
         for file in sorted(folder.iterdir()):
             if match := _FILE.match(file.name):

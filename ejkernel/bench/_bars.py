@@ -91,6 +91,8 @@ def _ratio(of: Any, beside: Any) -> float | None:
     return beside.median / of.median
 
 
-def _paired(times: dict[str, list[float]], of: str, beside: str) -> float:
+def _paired(times: dict[str, list[float]], of: str, beside: str) -> float | None:
+    if not times.keys() >= {of, beside}:  # one of them failed now
+        return None
     pairs = zip(times[of], times[beside], strict=True)
     return statistics.median(b / a for a, b in pairs)

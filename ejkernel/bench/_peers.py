@@ -2,7 +2,11 @@
 
 # pyright: reportMissingImports=false
 
+import importlib
 import importlib.util
+import logging
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -223,9 +227,21 @@ def _groups_why_not(values: dict[str, Any]) -> str | None:
 # Other libraries
 
 
-def _tokamax_attention(values: dict[str, Any]) -> Any:
-    import tokamax
+def _import_tokamax() -> Any:
+    """Tokamax without its profiler where that is not installed, and without pages of warnings."""
+    if "tokamax" not in sys.modules and not _is_installed(
+        "xprof"
+    ):  # it is imported for benchmarks that nobody starts here
+        tools = types.ModuleType("xprof.cli.tools")
+        tools.__dict__["get_kernel_stats_tool"] = None
+        packages = {name: types.ModuleType(name) for name in ("xprof", "xprof.cli")}
+        sys.modules.update(packages | {tools.__name__: tools})
+    logging.getLogger("absl").setLevel(logging.ERROR)  # every call that its cache has not seen
+    return importlib.import_module("tokamax")
 
+
+def _tokamax_attention(values: dict[str, Any]) -> Any:
+    tokamax = _import_tokamax()
     q, k, v = (values[name] for name in ("query", "key", "value"))
     options = {"is_causal": values.get("causal", False), "implementation": "mosaic_gpu"}
     if (window := values.get("sliding_window")) is not None:
@@ -234,8 +250,7 @@ def _tokamax_attention(values: dict[str, Any]) -> Any:
 
 
 def _tokamax_ragged_dot(values: dict[str, Any]) -> Any:
-    import tokamax
-
+    tokamax = _import_tokamax()
     arrays = (values["lhs"], values["rhs"], values["group_sizes"])
     return tokamax.ragged_dot(*arrays, implementation="mosaic_gpu")
 
@@ -243,11 +258,12 @@ def _tokamax_ragged_dot(values: dict[str, Any]) -> Any:
 def _jla_attention(values: dict[str, Any]) -> Any:
     from jla.ops.mosaic_gpu.attention import flash_attention
 
-    options: dict[str, Any] = {"backward": "fused"}
+    options: dict[str, Any] = {}
     if (window := values.get("sliding_window")) is not None:
-        options = {"sliding_window": window[0] + 1}  # it counts the own key
+        options["sliding_window"] = window[0] + 1  # it counts the own key
     if (ids := values.get("q_segment_ids")) is not None:
-        options = {"segment_ids": ids}
+        options["segment_ids"] = ids
+    options = options or {"backward": "fused"}  # the faster one, where all blocks are visited
     return flash_attention(*(values[name] for name in ("query", "key", "value")), **options)
 
 

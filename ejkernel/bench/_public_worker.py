@@ -14,11 +14,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-OPS = (
-    *("flash_attention", "page_attention", "ragged_page_attention"),
-    *("gla", "mean_pooling", "native_sparse_attention"),
-)
-
 
 def load_timer(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("timer", path)
@@ -86,7 +81,8 @@ def other_programs(op: str, static: dict[str, Any], arrays: Any) -> dict[str, Ca
             )
         }
     if op == "ragged_page_attention":
-        return {"public": _public_ragged, "public unified": _public_unified}
+        # its kernels of that name do not compile, or never end compiling, with Triton 3.6
+        return {"public unified": _public_unified}
     if op == "gla":
         from ejkernel.kernels._triton.gla import recurrent_gla
 
@@ -131,16 +127,6 @@ def split_pages(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"kv_pages": (pages[:, :, 0::2].copy(), pages[:, :, 1::2].copy())}
 
 
-def _public_ragged(
-    queries: Any, kv_pages: Any, context_lens: Any, block_tables: Any, query_start_loc: Any,
-    num_seqs: Any,
-) -> Any:  # fmt: skip
-    from ejkernel.kernels._triton.ragged_page_attention_v2 import ragged_page_attention_v2
-
-    ids = (context_lens, block_tables, query_start_loc)
-    return ragged_page_attention_v2(queries, kv_pages, *ids, num_seqs)
-
-
 def _public_unified(
     queries: Any, kv_pages: Any, context_lens: Any, block_tables: Any, query_start_loc: Any,
     num_seqs: Any,
@@ -156,39 +142,47 @@ class Worker:
 
     def __init__(self, timer: Any):
         self.timer, self.runs = timer, {}
+        self.request: dict[str, Any] = {}
+        self.made: dict[str, Callable[..., Any]] = {}
+        self.values: dict[str, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "hello" in request:
             import ejkernel
 
             version = getattr(ejkernel, "__version__", "unknown")
-            return {"version": version, "ops": OPS, "file": ejkernel.__file__}
+            return {"version": version, "file": ejkernel.__file__}
         if "time" in request:
             run, repeats = self.runs[request["time"]]
             return {"ms": self.timer.measure(run, num_iters=2).median / repeats}
+        if "build" in request:
+            return {"failed": self.build(request["build"])}
         return {"programs": self.prepare(request)}
 
-    def prepare(self, request: dict[str, Any]) -> dict[str, str]:
-        """Compiles and runs each program once; why it failed, or ""."""
+    def prepare(self, request: dict[str, Any]) -> list[str]:
+        """Draws inputs; the names of the programs that can be built."""
+        self.runs.clear()
+        self.request, arrays = request, request["arrays"]
+        if request["op"] == "flash_attention":
+            self.made = flash_programs(request["static"], arrays["query"][0][-1])
+        else:
+            self.made = other_programs(request["op"], request["static"], arrays)
+        self.values = inputs(arrays, request["known"])
+        return list(self.made)
+
+    def build(self, name: str) -> str:
+        """Compiles and runs a program once; why it failed, or ""."""
         import jax
 
-        self.runs.clear()
-        op, static, arrays = request["op"], request["static"], request["arrays"]
-        if op == "flash_attention":
-            made = flash_programs(static, arrays["query"][0][-1])
-        else:
-            made = other_programs(op, static, arrays)
-        values, said = inputs(arrays, request["known"]), {}
-        for name, fn in made.items():
-            try:
-                own = split_pages(values) if fn is _public_unified else values
-                run = self.program(fn, own, request["mode"], request["repeats"])
-                jax.block_until_ready(run[0]())
-            except Exception as error:  # noqa: BLE001 - another library's failure is a result
-                said[name] = f"{type(error).__name__}: {str(error)[:200]}"
-            else:
-                self.runs[name], said[name] = run, ""
-        return said
+        fn = self.made[name]
+        try:
+            own = split_pages(self.values) if fn is _public_unified else self.values
+            run = self.program(fn, own, self.request["mode"], self.request["repeats"])
+            jax.block_until_ready(run[0]())
+        except Exception as error:  # noqa: BLE001 - of any type; its row tells it
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self.runs[name] = run
+        return ""
 
     def program(
         self, fn: Any, values: dict[str, Any], mode: str, repeats: int

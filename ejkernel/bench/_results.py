@@ -129,6 +129,22 @@ def new(rows: list[Row]) -> Document:
     )
 
 
+def continued(old: Document | None) -> Document:
+    """A new document, or an earlier one of this device, source and versions to add rows to."""
+    made = new([])
+    if old is None:
+        return made
+    for name in ("device", "source"):
+        was, now = getattr(old, name), getattr(made, name)
+        if was != now:
+            raise ValueError(f"the results to resume are of another {name}: {was}, not {now}")
+    both = {n: (v, made.versions[n]) for n, v in old.versions.items() if n in made.versions}
+    if other := [f"{n} {was}, not {now}" for n, (was, now) in both.items() if was != now]:
+        raise ValueError(f"the results to resume are of other versions: {'; '.join(other)}")
+    old.versions |= made.versions
+    return old
+
+
 def versions() -> dict[str, str]:
     """Versions of this package and of what may have been compiled with or compared to."""
     from ejkernel import __version__

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejkernel import _device
 from ejkernel.bench import _bars, _check, _peers, _programs, _results
@@ -17,7 +18,13 @@ from ejkernel.ops.execution import benchmark
 from ejkernel.ops.execution.executor import default_executor
 
 Run = Callable[[], Any]
+
+
 _MORE_ROUNDS = 3  # times as many where a bar is missed, since a program may differ from itself
+
+
+class DeviceLostError(RuntimeError):
+    """A program failed, and the device does not answer since."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,6 +45,7 @@ class RowInTheMaking:
     auto: str = ""
 
     def measure(self) -> Row:
+        """The row; a program that fails at any point has the reason in place of a number."""
         call, workload = self.call, self.call.workload
         self._add_ours()
         for peer in self._peers():
@@ -64,13 +72,31 @@ class RowInTheMaking:
         return row
 
     def _rounds(self, runs: dict[str, Run], times_as_many: int = 1) -> dict[str, list[float]]:
-        """Milliseconds of one call."""
-        times = self.run.rounds(runs, times_as_many)
+        """Milliseconds of one call; a program that fails now has none, and the reason."""
+        times, failed = self.run.rounds(runs, times_as_many)
+        for program in self.programs:
+            if program.name in failed:
+                program.failed = failed[program.name]
+                program.median = program.spread = None
+                self._look_at_device(program)
         return {n: [t / self.repeats.get(n, 1) for t in some] for n, some in times.items()}
 
     def _say(self, what: str) -> None:
         workload = self.call.workload
         self.run.progress.step(f"{workload.op}, {workload.name}, {self.mode}: {what}")
+
+    def _begin(self, record: Program) -> bool:
+        """Adds a program; False when an earlier process ended with it."""
+        self.programs.append(record)
+        record.failed = self.run.begin(record.name) or ""
+        if not record.failed:
+            self._say(f"checking {record.name}")
+        return not record.failed
+
+    def _look_at_device(self, record: Program) -> None:
+        """Ends this process where a program that failed took the device with it."""
+        if record.failed and self.run.kind != "cpu" and not _answers():
+            raise DeviceLostError(record.failed)
 
     def _fill(self, times: dict[str, list[float]]) -> None:
         for program in self.programs:
@@ -95,9 +121,9 @@ class RowInTheMaking:
 
     def _entry(self, entry: Any) -> Any:
         """Checks and builds the program of an entry; None when it is not to be timed."""
-        self._say(f"checking {entry.name}")
         record = Program(entry.name, OURS, version=entry.version)
-        self.programs.append(record)
+        if not self._begin(record):
+            return None
         try:
             self._tune(str(entry.platform))
             record.failed = self._oracle(entry) or ""
@@ -106,8 +132,9 @@ class RowInTheMaking:
             ours = _programs.of_entry(self.call, entry, self.mode)
             record.config = ours.config()
             record.failed = self._build(ours.name, ours.fn) or ""
-        except Exception as error:  # noqa: BLE001 - one kernel's failure is a result
-            record.failed = _short(error)
+        except Exception as error:  # noqa: BLE001 - of any type; its row tells it
+            record.failed = short(error)
+        self._look_at_device(record)
         return None if record.failed else ours
 
     def _oracle(self, entry: Any) -> str | None:
@@ -130,13 +157,15 @@ class RowInTheMaking:
     def _tune(self, platform: str) -> None:
         if not self.run.options.tune_s:
             return
-        self._say(f"tuning {platform}")
         chooser = default_executor().chooser
-        for inv in _programs.invocations(self.call, self.mode, platform).values():
-            chooser.tune(inv, budget_s=self.run.options.tune_s)
+        for direction, inv in _programs.invocations(self.call, self.mode, platform).items():
+            self._say(f"tuning {platform} {direction}")
+            left = min(self.run.options.tune_s, self.run.budget.left)
+            chooser.tune(inv, budget_s=left)
 
     def _add_auto(self, working: Sequence[Any]) -> None:
         """What "auto" runs; it is timed apart only where that is no program of an entry."""
+        self.run.begin(AUTO)
         self._tune(AUTO)
         auto = _programs.of_auto(self.call, self.mode)
         same = [ours for ours in working if auto.choices and ours.same_as(auto)]
@@ -146,8 +175,13 @@ class RowInTheMaking:
         self.auto = AUTO
         record = Program(AUTO, OURS, config=auto.config())
         record.note = "runs " + ", ".join(c.implementation.name for c in auto.choices.values())
-        record.failed = self._build(AUTO, auto.fn) or ""
-        self.programs.append(record)
+        if not self._begin(record):
+            return
+        try:
+            record.failed = self._build(AUTO, auto.fn) or ""
+        except Exception as error:  # noqa: BLE001 - of any type; its row tells it
+            record.failed = short(error)
+        self._look_at_device(record)
 
     def _build(self, name: str, fn: Callable[..., Any], peer: Peer | None = None) -> str | None:
         """Compiles a program and compares what it gives; why it is not timed, or None."""
@@ -199,21 +233,21 @@ class RowInTheMaking:
         if self.mode not in peer.modes or not compared:
             return
         record = Program(peer.name, same_work=peer.same_work)
-        self.programs.append(record)
-        self._say(f"checking {peer.name}")
         try:
-            if peer.why_not(self.call.values) is not None:
-                self.programs.remove(record)  # a call that is not its business
+            if peer.why_not(self.call.values) is not None:  # a call that is not its business
                 return
+            if not self._begin(record):
+                return
+            record.note = "" if peer.agrees else "its numbers are not compared"
             if peer.run is not None:
                 record.failed = self._build(peer.name, peer.run, peer) or ""
             else:
-                record.failed = self._build_foreign(peer) or ""
-            record.note = "" if peer.agrees else "its numbers are not compared"
+                record.failed = self._build_foreign(peer, record) or ""
         except Exception as error:  # noqa: BLE001 - another library's failure is a result
-            record.failed = _short(error)
+            record.failed = short(error)
+        self._look_at_device(record)
 
-    def _build_foreign(self, peer: Peer) -> str | None:
+    def _build_foreign(self, peer: Peer, record: Program) -> str | None:
         """A program of another framework, whose results tell their arrays."""
         assert peer.build is not None
         call = self.call
@@ -222,12 +256,14 @@ class RowInTheMaking:
         jax.block_until_ready(result)
         if peer.agrees and (reason := self._compare(result.arrays(), peer)) is not None:
             return reason
+        notes = (record.note, getattr(run, "note", ""))
+        record.note = "; ".join(text for text in notes if text)
         self.runs[peer.name] = run
         return None
 
     def _add_public(self) -> None:
         public = self.run.public
-        if public is None or self.call.op not in public.ops or not self.runs:
+        if public is None or not self.runs or public.why_not(self.call) is not None:
             return
         self._say("the public package")
         for name, failed in public.prepare(self.call, self.mode).items():
@@ -251,6 +287,14 @@ def _eager(call: Call, fn: Callable[..., Any], jitted: Run) -> float:
     return min(cost(lambda: fn(call.values)) - cost(jitted) for _ in range(3))
 
 
+def _answers() -> bool:
+    """Whether the device still computes; an invalid access ends it for the whole process."""
+    try:
+        return int(jnp.arange(8).sum()) == 28
+    except RuntimeError:  # of JAX, whatever it says
+        return False
+
+
 def _spread(times: Sequence[float]) -> float:
     """The range between the quartiles."""
     ordered = sorted(times)
@@ -258,6 +302,7 @@ def _spread(times: Sequence[float]) -> float:
     return ordered[-1 - quarter] - ordered[quarter]
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:240]

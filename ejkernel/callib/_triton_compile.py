@@ -194,6 +194,24 @@ def _own_folder(folder: pathlib.Path, problem: str) -> pathlib.Path:
     return pathlib.Path(own)
 
 
+@functools.cache
+def _movable_manager() -> Any:
+    """Triton's cache on disk, whose folder may be moved or carried to another machine."""
+    from triton.runtime.cache import FileCacheManager
+
+    class Movable(FileCacheManager):
+        def get_group(self, filename: str) -> dict[str, str] | None:
+            """The files of a kernel where the folder is now; Triton notes where they were made."""
+            folder = pathlib.Path(self.cache_dir)
+            group = folder / f"__grp__{filename}"
+            if not group.exists():
+                return None
+            names = json.loads(group.read_text())["child_paths"]
+            return {name: str(folder / name) for name in names if (folder / name).exists()}
+
+    return Movable
+
+
 @contextlib.contextmanager
 def _cache(folder: pathlib.Path, anew: bool) -> Iterator[None]:
     """Directs Triton's cache, even where somebody switched it off, and counts its hits."""
@@ -206,6 +224,8 @@ def _cache(folder: pathlib.Path, anew: bool) -> Iterator[None]:
         _folders.make_private(folder)
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(folder)
+        if knobs.cache.manager_class is None:
+            knobs.cache.manager_class = _movable_manager()
         knobs.compilation.listener = count
         knobs.compilation.store_binary_only = False  # a launch needs the others
         if anew:

@@ -1,6 +1,5 @@
 """The harness: numbers before times, peers that fail, bars, and the command."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -9,7 +8,6 @@ import pathlib
 import runpy
 import subprocess
 import sys
-import types
 
 import jax
 import jax.experimental
@@ -22,23 +20,17 @@ from ejkernel.bench import (
     Peer,
     Workload,
     _bars,
-    _peers,
-    _peers_torch,
     _programs,
     _results,
     _runner,
 )
-from ejkernel.bench._public import Public
 from ejkernel.bench._results import OURS, Program, Row
 from ejkernel.bench._workloads import CEILING, TFLOPS
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._specs import (
     _work_attention,
-    _work_linear,
     _work_matmul,
-    _work_paged,
 )
-from ejkernel.ops.execution import benchmark
 from tests.kernels import harness
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -169,7 +161,7 @@ def test_a_step_of_decoding_takes_the_state_of_the_step_before():
     for name, value in zip(("out", "state"), expected, strict=True):
         near = float(jnp.finfo(value.dtype).eps) * 8  # two compilations of one formula
         assert jnp.allclose(second[name], value, rtol=near, atol=near)
-        if name == "state":  # and it is not that of the first step
+        if name == "state":  # and it is another than after the first step, far beyond rounding
             assert not jnp.allclose(second[name], first[1], rtol=1e-2, atol=1e-2)
     (row,) = measure(made).rows
     assert row.program("xla/any").median > 0
@@ -192,186 +184,6 @@ def test_memory_and_eager_calls_are_quantities_of_their_own():
     assert row.unit == "us"
     assert abs(row.programs[0].median) < 1e6
     assert row.bars[0].kept
-
-
-# Peers
-
-
-def small_calls():
-    qkv = (1, 16, 2, 2, 8)
-    window = {"causal": True, "sliding_window": (5, 0)}
-    page = (2, 16, 4, 2, 8, 4)
-    steps = ((1, 1, 1), 16, 4, 2, 8, 4)
-    return {
-        "flash_attention": (_work_attention.qkv, (*qkv, window)),
-        "page_attention": (_work_paged.page, page),
-        "ragged_decode_attention": (_work_paged.decode, page[:5]),
-        "ragged_page_attention": (_work_paged.ragged, steps),
-        "gla": (_work_linear.gated, (1, 7, 2, 4, ("g",), {})),
-        "lightning_attention": (_work_linear.gated, (1, 7, 2, 4, (), _work_linear._LAYER)),
-        "recurrent": (_work_linear.cell, ("gru", 2, 3, 4, 5)),
-        "mla_attention": (_work_attention.latents, (1, 5, 9, 2, 4, 4, 2, 6)),
-        "mla_page_attention": (_work_paged.latent_pages, (2, 8, 2, 6, 2, 4)),
-        "mean_pooling": (_work_matmul._pooled, (1, 12, 2, 3, 4)),
-        "grouped_matmul": (_work_matmul.grouped, (16, 4, 5, 3)),
-    }
-
-
-@pytest.mark.parametrize("op", small_calls())
-def test_plain_peers_compute_what_the_oracle_computes(op):
-    make, sizes = small_calls()[op]
-    values = lambda dtype, key: make(dtype, key, *sizes)
-    call = _programs.Call.of(Workload(op, "small", values))
-    (peer,) = (p for p in _peers.PEERS if op in p.ops and not p.backend)
-    assert peer.why_not(call.values) is None
-    spec = kernel_registry.spec(op)
-    expected = spec.finish(call.args, spec.reference_fn()(call.args))
-    actual = peer.run(call.values)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert jnp.allclose(a, e, atol=1e-5), jnp.abs(a - e).max()
-
-
-def test_peers_refuse_what_they_do_not_have():
-    values = _work_attention.qkv(jnp.float32, jax.random.key(0), 1, 8, 2, 2, 4, {"causal": True})
-    (peer,) = (p for p in _peers.PEERS if p.ops == ("flash_attention",) and not p.backend)
-    assert peer.why_not(values | {"logits_soft_cap": 3.0}) == "it has no logits_soft_cap"
-    assert "lengths differ" in peer.why_not(values | {"query": values["query"][:, :3]})
-
-
-def test_only_installed_peers_are_known():
-    names = {peer.name for peer in _peers.known("flash_attention", "gpu")}
-    assert {"jax.nn", "jax.nn cuDNN"} <= names
-    absent = [p for p in _peers.PEERS if p.needs == ("tokamax",)]
-    assert all(bool(_peers.missing(p)) != (p.name in names) for p in absent)
-    assert {p.name for p in _peers.known("flash_attention", "cpu")} == {"jax.nn"}
-
-
-def test_the_timer_waits_for_results_of_other_frameworks():
-    waited = []
-
-    class Result:
-        def block_until_ready(self):
-            waited.append(self)
-
-    assert benchmark.measure(Result, num_warmup=1, num_iters=2).calls == 2
-    assert len(waited) >= 3
-
-
-class Tensor:
-    """As much of a torch tensor as the peers touch."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def detach(self):
-        return self
-
-    def requires_grad_(self):
-        return self
-
-
-def test_gradients_of_torch_come_in_the_order_of_ours(monkeypatch):
-    torch = types.ModuleType("torch")
-    torch.autograd = types.SimpleNamespace(grad=lambda out, leaves, seed: leaves)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    values = _work_attention.qkv(jnp.float32, jax.random.key(0), 1, 8, 2, 2, 4, {"causal": True})
-    names = {id(x): name for name, x in values.items()}
-    monkeypatch.setattr(_peers_torch, "tensor", lambda x: Tensor(names.get(id(x), "seed")))
-    seen = []
-
-    def forward(given):
-        seen.append(given)
-        return Tensor("out")
-
-    run = _peers_torch.program(forward, values, ("query", "key", "value"), "fwd+bwd", values)
-    assert [t.name for t in run().tensors] == ["out", "key", "query", "value"]
-    assert seen[0]["causal"] is True
-    # as JAX orders ours
-    assert jax.tree.leaves({"query": 2, "value": 3, "key": 1}) == [1, 2, 3]
-
-
-def test_many_kernels_of_torch_are_recorded_once_and_replayed(monkeypatch):
-    events = []
-    quiet = contextlib.contextmanager(lambda *given: iter([None]))
-
-    class Graph:
-        def replay(self):
-            events.append("replay")
-
-    class Stream:
-        def wait_stream(self, other):
-            events.append("wait")
-
-    torch = types.ModuleType("torch")
-    torch.cuda = types.SimpleNamespace(
-        Stream=Stream, current_stream=Stream, stream=quiet, CUDAGraph=Graph, graph=quiet
-    )
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    made = _peers_torch.Tensors()
-
-    def run():
-        events.append("run")
-        return made
-
-    replay = _peers_torch.graphed(run)
-    assert events == ["wait", "run", "run", "run", "wait", "run"]
-    assert replay() is made
-    assert events[6:] == ["replay"]
-
-
-PUBLIC = """
-import jax.numpy as jnp
-def mean_pooling(x, size):
-    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).mean(axis=2)
-"""
-
-
-def test_the_public_package_is_timed_in_a_process_without_ours(tmp_path):
-    package = tmp_path / "ejkernel"
-    (package / "kernels" / "_triton").mkdir(parents=True)
-    (package / "__init__.py").write_text('__version__ = "0.0.1"\n')
-    (package / "kernels" / "__init__.py").write_text("")
-    (package / "kernels" / "_triton" / "__init__.py").write_text("")
-    (package / "kernels" / "_triton" / "mean_pooling.py").write_text(PUBLIC)
-    made = lambda dtype, key: _work_matmul._pooled(dtype, key, 1, 128, 2, 4, 64)
-    options = dataclasses.replace(QUICK, public=str(tmp_path), modes=("fwd+bwd",))
-    document = measure(Workload("mean_pooling", "T128", made, known_peers=False), options=options)
-    assert document.versions["public ejkernel"] == "0.0.1"
-    (row,) = document.rows
-    assert row.program("public").median > 0
-    assert row.program("public").kind == "peer"
-
-
-PUBLIC_PAGED = """
-import jax.numpy as jnp
-def ragged_page_attention_v2(queries, kv_pages, lens, tables, starts, num_seqs):
-    assert int(kv_pages.shape[2]) == 4 and lens.shape == (3,) and num_seqs.shape == (1,)
-    return queries * starts[1]
-def unified_attention(queries, key, value, lens, tables, starts):
-    assert key.shape == value.shape and key.shape[2] == 2
-    return queries + lens[0]
-"""
-
-
-def test_the_public_package_serves_mixed_batches_in_a_loop(tmp_path):
-    package = tmp_path / "ejkernel" / "kernels" / "_triton"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").write_text("")
-    for name in ("ragged_page_attention_v2", "unified_attention"):
-        (package / f"{name}.py").write_text(PUBLIC_PAGED)
-    made = functools.partial(_work_paged.ragged, steps=(1, 1, 5), s=16, h=4, g=2, d=8, size=4)
-    options = dataclasses.replace(QUICK, public=str(tmp_path))
-    mixed = Workload("ragged_page_attention", "m", made, modes=("fwd",), peers=(), repeats=3)
-    (row,) = measure(mixed, options=options).rows
-    for name in ("public", "public unified"):
-        assert row.program(name).failed == ""
-        assert row.program(name).median > 0
-
-
-def test_a_folder_without_the_public_package_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no package `ejkernel`"):
-        Public(str(tmp_path))
 
 
 # Bars

@@ -758,6 +758,7 @@ def sum_of_inner(x):
 
 
 def test_constants_of_inner_bundles_interpreted():
+    # eight roundings of float32: NumPy adds in another order
     np.testing.assert_allclose(sum_of_inner(X[5:]), [2.0 * (X[5] + X[8:].sum())], rtol=1e-6)
 
 
