@@ -106,10 +106,10 @@ _GUESSES = {
         (32, 64, 4, 3, 0),
         (32, 64, 4, 1, 0),
     ),
+    # (32, 64) with four warps is not here: it spills 1.5 kB, and its products are serialised
     (BACKWARD, 256): (
         (32, 64, 8, 1, 0),
         (64, 64, 8, 1, 0),
-        (32, 64, 4, 1, 0),
         (32, 32, 4, 1, 0),
     ),
 }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel._device import Target
 from ejkernel.callib import has_scratch, next_power_of_2
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._triton import _launch
 from ejkernel.ops.core.kernel import FORWARD
 
@@ -30,10 +31,7 @@ class Config(_launch.LaunchConfig):
     def __post_init__(self) -> None:
         _launch.check_blocks(self, "block_m", "block_n", "block_k")
         super().__post_init__()
-        for name in ("band", "num_programs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "band", "num_programs")
 
 
 def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:

@@ -69,7 +69,7 @@ def shared_bytes(args: Any, cfg: Config, target: Target) -> int:
 
 # (keys, warps, stages) by rows, best guess first; not measured. The first of each spills no
 # registers on sm_90 with latent vectors of 512, and two programs of 16 rows share a multiprocessor.
-# Of several stages with 64 rows ptxas says that it serialises products (C7515), of one it does not.
+# Products of 64 rows overlap, in one stage and in several: see the bounds of `latents.attend`.
 _GUESSES = {
     16: ((32, 4, 3), (64, 8, 3), (64, 4, 2), (32, 4, 2), (32, 4, 1), (16, 4, 1)),
     32: ((32, 8, 3), (64, 8, 2), (32, 8, 2), (32, 8, 1), (16, 8, 1)),

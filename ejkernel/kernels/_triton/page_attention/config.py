@@ -7,6 +7,7 @@ from typing import Any
 from ejkernel import _device
 from ejkernel._device import Target
 from ejkernel.callib import next_power_of_2
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._blocks import packed
 
@@ -23,10 +24,7 @@ class Config(_launch.LaunchConfig):
 
     def __post_init__(self) -> None:
         _launch.check_blocks(self, "block_k")
-        for name in ("programs", "split_keys"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "programs", "split_keys")
         super().__post_init__()
 
 

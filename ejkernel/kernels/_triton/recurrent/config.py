@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel._device import Target
 from ejkernel.callib import cdiv, next_power_of_2
 from ejkernel.kernels._shared import cells as shared
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._specs import recurrent as spec
 from ejkernel.kernels._triton import _launch
 from ejkernel.ops.core.kernel import FORWARD
@@ -32,8 +33,7 @@ class Config(_launch.LaunchConfig):
     def __post_init__(self) -> None:
         _launch.check_blocks(self, "block_d", "block_b", "block_k")
         super().__post_init__()
-        if isinstance(self.unroll, bool) or not isinstance(self.unroll, int) or self.unroll < 1:
-            raise ValueError(f"`Config`: unroll={self.unroll!r} must be a positive int.")
+        config_checks.positive(self, "unroll")
 
 
 _NAMES = ("block_d", "block_b", "block_k", "num_warps", "num_stages")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._xla._blocks.logits import Blocks
 from ejkernel.kernels._xla.flash_attention import config as dense
 
@@ -24,10 +25,7 @@ class Config:
     block_h: int = 1
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {field.name}={value!r} must be a positive int.")
+        config_checks.positive(self, "block_q", "block_k", "block_b", "block_h")
 
 
 def _with_rows(args: Any, tile: int) -> Config:

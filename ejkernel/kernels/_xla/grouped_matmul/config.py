@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +15,7 @@ class Config:
     block_m: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.block_m, bool) or not isinstance(self.block_m, int) or self.block_m < 1:
-            raise ValueError(f"`Config`: block_m={self.block_m!r} must be a positive int.")
+        config_checks.positive(self, "block_m")
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.ops.core.kernel import FORWARD
 
@@ -18,10 +19,7 @@ class Config:
     recurrent: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_t", "block_n"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "block_t", "block_n")
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._xla._blocks.logits import Blocks
 from ejkernel.kernels._xla.flash_attention import config as flash
 from ejkernel.ops.core.kernel import FORWARD
@@ -23,10 +24,7 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.absorb, bool):
             raise ValueError(f"`Config`: absorb={self.absorb!r} must be a bool.")
-        for name in ("block_q", "block_k", "block_b", "block_h"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "block_q", "block_k", "block_b", "block_h")
 
 
 def work(args: Any, direction: str, absorb: bool) -> float:

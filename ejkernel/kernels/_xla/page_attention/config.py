@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,9 +15,7 @@ class Config:
     block_k: int
 
     def __post_init__(self) -> None:
-        value = self.block_k
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`Config`: block_k={value!r} must be a positive int.")
+        config_checks.positive(self, "block_k")
 
 
 def reach(args: Any) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 from ejkernel.kernels._xla.page_attention.config import step_keys
 
 
@@ -17,10 +18,7 @@ class Config:
     block_b: int = 8
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {field.name}={value!r} must be a positive int.")
+        config_checks.positive(self, "block_q", "block_k", "block_b")
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ejkernel._device import Target
+from ejkernel.kernels._shared import config_checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,7 @@ class Config:
     late_gates: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_t", "unroll"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`Config`: {name}={value!r} must be a positive int.")
+        config_checks.positive(self, "block_t", "unroll")
 
 
 # batch times steps whose projections may be in memory at once, on a device
