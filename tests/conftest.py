@@ -33,6 +33,8 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 def pytest_addoption(parser):
     parser.addoption("--device-results", help="a file for outcomes by kernel; see device_results")
     parser.addoption("--op", help="only tests about this operation")
+    parser.addoption("--random-calls", type=int, default=2, help="random calls of each operation")
+    parser.addoption("--random-seed", type=int, default=0, help="the seed of the first of them")
     parser.addoption("--optimised", action="store_true", help="compile every test as a user would")
 
 
@@ -123,3 +125,28 @@ def pytest_sessionfinish(session, exitstatus):
     # the budget is one of CPUs
     if exitstatus == 0 and BACKEND == "cpu" and budget.broken():
         session.exitstatus = 1
+
+
+@pytest.fixture
+def without_jax_cache():
+    """What libtpu makes without a device can be written to JAX's cache, but not read again."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def usable_mosaic_interpreter():
+    """A kernel that failed in the interpreter spoils those that follow, unless it is reset."""
+    from ejkernel.kernels._pallas.gpu._blocks import probe
+
+    yield
+    if probe.why_not_interpreted() is None:
+        from ejkernel.kernels._pallas.gpu._blocks import mosaic
+
+        mosaic.reset_interpreter()

@@ -1,6 +1,6 @@
 """What the kernel tests of a run gave, by op and entry, as a file to commit.
 
-make test-gpu, make test-kernels
+make test-gpu, make test-kernels, make test-hopper
 """
 
 import collections
@@ -21,6 +21,13 @@ from tests.kernels import harness
 _ENTRY = re.compile(r"(?:xla|triton|pallas|cudnn|cuda)/[a-z]+(?:@-?\d+)?")
 _TARGET = re.compile(r"(?:cuda:sm_\d+|hip:gfx\w+|tpu:\w+)")
 _VERSIONS = ("jax", "jaxlib", "triton", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
+
+
+# Tests of numbers in files about one kernel, whose parameters do not name it.
+_OWN_FILES = {
+    re.compile(r"/test_pallas_gpu\w*\.py::test_(?:more_)?numbers\["): "flash_attention pallas/gpu",
+    re.compile(r"/test_pallas_gpu_backward\.py::test_gradients\w*\["): "flash_attention pallas/gpu",
+}
 
 
 class Recorder:
@@ -63,7 +70,10 @@ def _others(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def entry_of(nodeid: str) -> str | None:
-    """The "op entry" that a generated test is about; attention's own files name no op."""
+    """The "op entry" that a test is about; attention's own files name no op."""
+    for pattern, name in _OWN_FILES.items():
+        if pattern.search(nodeid):
+            return name
     parameters = nodeid.partition("[")[2]
     if (entry := _ENTRY.search(parameters)) is None:
         return None

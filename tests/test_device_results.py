@@ -28,6 +28,12 @@ from tests import device_results
         ),
         ("tests/kernels/test_cudnn.py::test_d[odd-float16]", None),
         ("tests/ops/test_chain.py::test_e", None),
+        ("tests/kernels/test_pallas_gpu.py::test_numbers[causal]", "flash_attention pallas/gpu"),
+        (
+            "tests/kernels/test_pallas_gpu_backward.py::test_gradients_in_order[odd]",
+            "flash_attention pallas/gpu",
+        ),
+        ("tests/kernels/test_pallas_gpu.py::test_refused_options[fp16]", None),
     ],
 )
 def test_names(nodeid, name):

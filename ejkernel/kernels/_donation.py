@@ -22,9 +22,12 @@ class Work:
 
 def run(op: str, written: tuple[str, ...], call: dict[str, Any], work: Work) -> Any:
     """The result of a call; outside a jit the arrays `written` are copied or given away."""
+    given = call["donate_cache"]
+    if not isinstance(given, bool | np.bool_):
+        return work.compute(call)  # the check of types says more
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call)):
         return work.compute(call)
-    if not call["donate_cache"]:
+    if not given:
         warnings.warn(
             f"`{op}`: outside a jit the whole cache is copied; call it inside a jit that donates "
             "the cache, or pass `donate_cache=True`.",

@@ -29,7 +29,7 @@ from ejkernel.ops.core.kernel import (
 from ejkernel.ops.core.sharding import Layout
 from ejkernel.ops.core.types import BwdParams, FwdParams
 from ejkernel.ops.execution import benchmark
-from ejkernel.ops.execution.executor import default_executor
+from ejkernel.ops.execution.executor import NO_NUMBERS, check_numbers, default_executor
 
 # Arguments of every public function besides the op's own.
 CALL_ARGUMENTS = ("platform", "cfg", "mesh", "in_specs", "out_specs", "fwd_params", "bwd_params")
@@ -80,6 +80,9 @@ class OpKernel(Kernel):
 
     def dynamic(self, call: dict[str, Any]) -> dict[str, Any]:
         """Makes arrays of Python scalars that stand for arrays; a new value compiles nothing."""
+        for value in call.values():
+            if isinstance(value, np.ndarray) and value.dtype.kind in NO_NUMBERS:
+                check_numbers(self.op, call)
         for field in _spec.traceable_fields(self.spec.args):
             value = call[field.name]
             if isinstance(value, np.ndarray) and not value.ndim:

@@ -38,6 +38,8 @@ def known(value: Any) -> np.ndarray | None:
         return None
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return None  # a part of it is on devices of other processes
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return None  # keys of random numbers, which NumPy does not have
     host = np.asarray(value)
     if host.dtype.kind != "u":
         return host

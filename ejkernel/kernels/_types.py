@@ -115,7 +115,8 @@ def _check_array(
         raise TypeError(
             f"`{op}`: `{field.name}` must have a dtype of kind {kind}; got {value.dtype}."
         )
-    bound = ", ".join(f"{a}={sizes[a][0]} (from `{sizes[a][1]}`)" for a in axes if a in sizes)
+    bare = [axis.lstrip("#") for axis in axes]
+    bound = ", ".join(f"{a}={sizes[a][0]} (from `{sizes[a][1]}`)" for a in bare if a in sizes)
     rule = f"[{', '.join(axes)}]" + (f" with {bound}" if bound else "")
     if len(value.shape) != len(axes):
         if len(value.shape) in (field.metadata.get("ranks") or ()):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -263,19 +262,8 @@ def test_a_tpus_attention_inside_a_ring(name):
         assert_same(local_answers(devices, options, "pallas", xs), expected)
 
 
-@pytest.fixture
-def without_cache():
-    """What libtpu makes can be written to JAX's cache but not read."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
-
-
 @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
-def test_a_ring_of_four_tpus_compiles(layout, without_cache):
+def test_a_ring_of_four_tpus_compiles(layout, without_jax_cache):
     pytest.importorskip("libtpu")
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     mesh = Mesh(np.array(devices), ("ring",), axis_types=(AxisType.Auto,))

@@ -10,7 +10,6 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from ejkernel import _device, _settings
 from ejkernel.aot import _calls, _gpu, _programs, _targets, _tpu
@@ -21,6 +20,10 @@ QUICK = {Platform.TRITON: ("cuda:sm_90", "hip:gfx942"), Platform.PALLAS: ("tpu:v
 REST = {
     Platform.TRITON: ("cuda:sm_80", "cuda:sm_100"),
     Platform.PALLAS: ("tpu:v4", "tpu:v5p", "tpu:v6e", "tpu:7x"),
+}
+# Kernels that refuse the small head sizes of tests compile the call that is measured on devices.
+LARGE = {
+    "pallas/tpu": ("page_attention", "ragged_decode_attention", "ragged_page_attention"),
 }
 NEEDS = {Platform.TRITON: "triton", Platform.PALLAS: "libtpu"}
 
@@ -40,25 +43,28 @@ def rows(targets):
 
 
 @pytest.fixture(autouse=True)
-def _without_caches_of_jax():
-    """Triton's kernels are kept; what libtpu makes can be written to JAX's cache but not read."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
+def _keeps_compiled_kernels(without_jax_cache):
+    """Triton's kernels are kept from run to run."""
     with _settings.override(cache_dir=str(oracles.FOLDER.parent)):
         yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
 
 
-def call_of(op, kind):
-    """A call that is worth looking at, or the test case that sets most options."""
-    if kind == "example":
-        return _calls.decode(op, {"arrays": {}, "options": {}})
+# Attention of a length that fills a device; other ops compile quicker in the shapes of their tests.
+LONG = {n: jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16) for n in ("query", "key", "value")}
+
+
+def call_of(op, entry, kind):
+    """A plain call, small unless the kernel refuses that, or the one that sets most options."""
     spec = kernel_registry.spec(op)
+    if kind == "example" and op in ("attention", "flash_attention"):
+        return _calls.Call(spec, LONG, {})
+    if kind == "example" and op in LARGE.get(entry, ()):
+        return _calls.decode(op, {"arrays": {}, "options": {}})
     names = [case.name for case in spec.cases()]
-    richest = next(name for name in ("cover00", "plain") if name in names)
-    values = harness.find_case(op, richest).values(jnp.bfloat16, jax.random.key(0))
+    wanted = names[:1] if kind == "example" else ("cover00", "plain")
+    name = next(name for name in wanted if name in names)
+    values = harness.find_case(op, name).values(jnp.bfloat16, jax.random.key(0))
+    values = {n: v for n, v in values.items() if v is not None}
     arrays = {n: v for n, v in values.items() if hasattr(v, "shape")}
     shapes = {n: jax.ShapeDtypeStruct(v.shape, v.dtype) for n, v in arrays.items()}
     return _calls.Call(spec, shapes, {n: v for n, v in values.items() if n not in arrays})
@@ -76,7 +82,7 @@ def check(op, entry_name, direction, call, target, record_property, every=False)
         pytest.skip(f"needs {NEEDS[entry.platform]}")
     compiler, parsed = compiler_for(target), _targets.parse(target)
     compiler.expect([])  # no schedules
-    programs = _programs.Programs(call_of(op, call), parsed, compiler.wrap)
+    programs = _programs.Programs(call_of(op, entry_name, call), parsed, compiler.wrap)
     jobs = list(programs.jobs([entry], [direction], every, compiler.refusal))
     if jobs[0].refusal is not None:
         assert len(jobs) == 1
@@ -95,13 +101,14 @@ def check(op, entry_name, direction, call, target, record_property, every=False)
 def in_time():
     """In `make test` an example of each kernel, for AMD forward alone.
 
-    Of flash attention also its backward for AMD, and calls with most options.
+    Of flash attention also its backward for AMD, and calls with most options, on TPUs these alone.
     """
     for op, name, direction, call, target in rows(QUICK):
         own, example = harness.find_entry(op, name).base is None, call == "example"
         amd, leading = target == "hip:gfx942", op == "flash_attention"
         quick = own and example and not (amd and direction == "backward")
         quick |= leading and (example or not amd)
+        quick &= not (leading and example and target.startswith("tpu"))
         late = [] if quick else [pytest.mark.slow]
         yield pytest.param(op, name, direction, call, target, marks=late)
 

@@ -211,13 +211,10 @@ def test_recorded_calls_are_tuned_as_calls_of_the_base(tmp_path):
     assert choice.source == "memory"
 
 
+@pytest.mark.usefixtures("without_jax_cache")
 def test_stamps_name_the_op_that_was_called_and_restore_the_base(tmp_path):
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        with ejkernel._settings.override(ops_stamp="json"):
-            lowered = jax.jit(lambda *xs: Executor()(GLA(), *xs)).lower(Q, K, V, G)
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
+    with ejkernel._settings.override(ops_stamp="json"):
+        lowered = jax.jit(lambda *xs: Executor()(GLA(), *xs)).lower(Q, K, V, G)
     (label,) = (found for found in find_labels_in_lowered(lowered) if found.kind == "json")
     assert label.name == "gla"
     assert "ejkernel.gla.xla/any" in lowered.as_text(debug_info=True)
@@ -444,5 +441,8 @@ def test_a_cache_with_more_slots_than_32_bits_number_is_refused():
 
 
 def test_a_step_outside_a_jit_warns():
+    values = step()
+    before = np.array(values["kv_pages"])
     with pytest.warns(EjkernelWarning, match="`ragged_page_attention_v3`: .* copied"):
-        ragged_page_attention_v3(**step())
+        ragged_page_attention_v3(**values)
+    np.testing.assert_array_equal(values["kv_pages"], before)

@@ -94,6 +94,17 @@ def test_no_key_with_sinks(entry_name):
     np.testing.assert_allclose(actual.outputs["lse"], 1 + np.log(3), rtol=1e-6)
 
 
+def test_blocks_of_queries_without_keys_beside_a_bias(entry_name):
+    """Some kernels leave before their loop over keys if there are none."""
+    values = arrays(1, 64, 16, 1, 1, 8, 8) | {"return_lse": True}
+    values["bias"] = jax.random.normal(jax.random.key(9), (1, 1, 64, 16))
+    values["q_segment_ids"] = host.asarray(np.repeat([0, 1], 32)[None].astype(np.int32))
+    values["kv_segment_ids"] = host.asarray(np.zeros((1, 16), np.int32))
+    actual, made = run(entry_name, make(values))
+    harness.assert_close_to_oracle(actual, made)
+    assert (actual.outputs["lse"][..., 32:] == -np.inf).all()
+
+
 # Where garbage may stand without anybody seeing it: (options, queries, keys that are garbage)
 LENGTHS = host.asarray([0, 9, 29])  # rows of 9 and 20 of 24 tokens
 _ROWS = np.arange(24)[None] >= np.array([[9], [20]])

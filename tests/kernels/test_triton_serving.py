@@ -79,7 +79,7 @@ def run(op, given, **settings):
         return [np.asarray(x) for x in entry.fn(args, cfg)[0]]
 
 
-def same_bits(found, expected):
+def assert_same_bits(found, expected):
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
@@ -192,13 +192,13 @@ def test_bits_of_a_sequence_are_its_own(op, splits):
         real = np.arange(BLOCKS * SIZE) < np.asarray(LENS)[:, None]
         for name in cache_of(given):
             changed[name] = jnp.where(real[:, :, None, None], given[name], jnp.nan)
-    same_bits(run(op, changed), expected)
+    assert_same_bits(run(op, changed), expected)
     alone = values(op, lens=LENS[:1], return_lse=True, num_splits=splits, sliding_window=30)
     rows = 12 if op == "ragged_page_attention" else 1
     for name in alone.keys() & {"key", "value", "query"}:
         alone[name] = given[name][:1]
     alone |= {"block_tables": given["block_tables"][:1]} if "block_tables" in given else {}
-    same_bits([x[:rows] for x in run(op, alone)], [x[:rows] for x in expected])
+    assert_same_bits([x[:rows] for x in run(op, alone)], [x[:rows] for x in expected])
 
 
 @pytest.mark.parametrize("op", OPS)

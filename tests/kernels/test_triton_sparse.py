@@ -63,7 +63,7 @@ def assert_close(actual, expected):
 # Block-sparse attention
 
 
-def both(builder, size, t, s, tiles=None, **options):
+def assert_dense_under_the_mask(builder, size, t, s, tiles=None, **options):
     """Value and gradients of ours, and of dense attention under the expanded mask."""
     xs = arrays(t, s)
     mask = jnp.asarray(builder.build(t, s, size))
@@ -88,21 +88,25 @@ def both(builder, size, t, s, tiles=None, **options):
 
 def test_tiles_may_be_smaller_than_blocks():
     cfg = config.Config(block_q=32, block_k=16, num_stages=1)
-    both(BUILDERS["bigbird"], 64, 70, 100, cfg, causal=True, sliding_window=(80, 0))
+    assert_dense_under_the_mask(
+        BUILDERS["bigbird"], 64, 70, 100, cfg, causal=True, sliding_window=(80, 0)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
 def test_tiles_behind_the_last_token_do_not_count(options):
     """Tiles divide the lengths, and the mask's blocks do not."""
     cfg = config.Config(block_q=16, block_k=16, num_stages=1)
-    both(block_mask.local(1), 32, 48, 48, cfg, **options)
+    assert_dense_under_the_mask(block_mask.local(1), 32, 48, 48, cfg, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_pattern_and_block_size_is_dense_attention_under_its_mask(name, size):
-    both(BUILDERS[name], size, 2 * size + 7, 3 * size - 5, causal=True, sliding_window=(size, 0))
+    assert_dense_under_the_mask(
+        BUILDERS[name], size, 2 * size + 7, 3 * size - 5, causal=True, sliding_window=(size, 0)
+    )
 
 
 @pytest.fixture

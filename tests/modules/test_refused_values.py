@@ -167,7 +167,69 @@ def test_numbers_of_more_than_31_bits_are_refused():
         pool(cu_seqlens=np.asarray([0, 2**40]))
 
 
+def test_counts_of_more_than_31_bits_are_refused():
+    for call, name in ((paged, "num_seqs"), (experts, "group_offset")):
+        for value in (2**31, -(2**70)):
+            with pytest.raises(ValueError, match=rf"`{name}` must fit into 32 bits.* got {value}"):
+                call(**{name: value})
+
+
+def test_a_block_beyond_every_token_is_the_row():
+    expected = attend("flash_attention", causal=True)
+    for size, mask in ((2**31, jnp.ones((1, 1), bool)), (2**70, None)):
+        options = {"sparsity_mask": mask, "block_size": size, "causal": True}
+        made = attend("blocksparse_attention", **options)
+        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["attention", "blocksparse_attention"])
+def test_heads_without_columns(op):
+    """Nothing is computed, and nothing asks how many rows no element makes."""
+    q, k = normal(B, T, H, D), normal(B, T, G, D, seed=1)
+    more = {"sparsity_mask": jnp.ones((2, 2), bool), "block_size": 4} if op != "attention" else {}
+    call = lambda v: jax.tree.leaves(getattr(modules, op)(q, k, v, **more))[0]
+    out, pull = jax.vjp(call, jnp.zeros((B, T, G, 0)))
+    assert out.shape == (B, T, H, 0)
+    assert pull(out)[0].shape == (B, T, G, 0)
+
+
 # Texts
+
+
+def test_arrays_of_objects_and_texts_are_named():
+    """Also where a call of this kind was compiled before, and inside of a dict."""
+    for lens in (np.asarray([0, 2]), np.asarray([object(), 2]), np.asarray(["a", "b"])):
+        call = functools.partial(attend, "flash_attention", cum_seqlens_q=lens)
+        if lens.dtype.kind == "i":
+            call()
+            continue
+        words = r"`flash_attention`: `cum_seqlens_q` must be an array of numbers; got "
+        with pytest.raises(TypeError, match=words):
+            call()
+    at = np.asarray([None])
+    with pytest.raises(TypeError, match=r"`sparse_matmul`: `cols` must be an array of numbers"):
+        modules.sparse_matmul(normal(1, 2, 2), np.zeros(1, int), at, normal(4, 3), shape=(4, 4))
+    weights = {"w_ih": np.asarray([["a"]]), "w_hh": normal(4, 1)}
+    with pytest.raises(TypeError, match=r"`weights\['w_ih'\]` must be an array of numbers"):
+        modules.recurrent(normal(B, T, 1), None, weights)
+
+
+def test_keys_of_random_numbers_are_no_indices():
+    key = jax.random.key(0)
+    with pytest.raises(TypeError, match="`rows` must have a dtype of kind"):
+        modules.sparse_matmul(normal(1, 2, 2), key, key, normal(4, 3), shape=(4, 4))
+
+
+def test_messages_name_the_arguments_of_the_call():
+    with pytest.raises(ValueError, match=r"2 heads of `queries` .* 3 heads of keys in `kv_pages`"):
+        modules.ragged_page_attention(
+            normal(T, H, D), normal(2, 4, 6, D), *map(jnp.asarray, ([4], [[0, 1]], [0, T], 1))
+        )
+    weights = {"w_ih": normal(4 * D, D), "w_hh": normal(4 * D, D)}
+    with pytest.raises(ValueError, match=r"`cell_type` must be one of .*got \['lstm'\]"):
+        modules.recurrent(normal(B, T, D), None, weights, cell_type=["lstm"])
+    with pytest.raises(ValueError, match=r"`attention_mask` must .* t=6 \(from `query`\)"):
+        attend("ring_attention", attention_mask=jnp.ones((1, 1, T + 1, T), bool))
 
 
 class Tensor:

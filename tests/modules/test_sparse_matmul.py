@@ -50,6 +50,19 @@ def test_sampled_blocks_with_duplicates_and_partial_blocks():
         assert_close(block, product[4 * row : 4 * row + 4, 4 * col : 4 * col + 4])
 
 
+def test_gradients_of_a_single_block_in_bfloat16():
+    """A loop of one step is unrolled; XLA on CPU then refused a transposed factor."""
+    lhs, rhs = (normal(i, *s).astype(jnp.bfloat16) for i, s in ((1, (17, 17)), (2, (17, 8))))
+    at = jnp.zeros(1, jnp.int32)
+    loss = lambda lhs, rhs: sampled_matmul(lhs, rhs, at, at, 8).astype(jnp.float32).sum()
+    dlhs, drhs = jax.grad(loss, argnums=(0, 1))(lhs, rhs)
+    expected = np.zeros((17, 17))
+    expected[:8] = np.asarray(rhs, np.float32).sum(axis=1)
+    np.testing.assert_allclose(np.asarray(dlhs, np.float32), expected, rtol=1e-2, atol=1e-2)
+    expected = np.asarray(lhs, np.float32)[:8].sum(axis=0)[:, None].repeat(8, axis=1)
+    np.testing.assert_allclose(np.asarray(drhs, np.float32), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_each_is_the_gradient_of_the_other():
     blocks, dense = operands()
     dout = normal(5, M, N)

@@ -76,12 +76,8 @@ class OwnGradient(Double):
         return (self.run(cotangents[0], cfg=cfg),)
 
 
-@pytest.fixture(autouse=True)
-def programs_of_this_run():
-    """JAX's compilation cache leaves names out of its key and hands back those of earlier runs."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
+# JAX's cache leaves names out of its key and hands back those of earlier runs.
+pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
 
 @pytest.fixture(autouse=True)

@@ -36,5 +36,8 @@ def mean_pooling(args) -> tuple[jax.Array]:
         means = [mean(b, 0, t) for b in range(batch)]
         out = jnp.stack(means) if means else jnp.zeros((0, *rest), wide)
     else:
-        out = jnp.stack([jnp.stack(chunks(b, 0, t)) for b in range(batch)])
+        rows = [row for b in range(batch) for row in chunks(b, 0, t)]
+        count = -(-t // args.chunk_size)
+        out = jnp.stack(rows) if rows else jnp.zeros(0, wide)
+        out = out.reshape(batch, count, *rest)
     return (out.astype(x.dtype),)

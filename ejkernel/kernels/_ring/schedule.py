@@ -19,7 +19,7 @@ from ejkernel.kernels._registry import KernelEntry, Platform, kernel_registry
 from ejkernel.kernels._ring.plan import Kind, Plan
 from ejkernel.kernels._specs.merge_attention_states import MergeAttentionStatesArgs
 from ejkernel.kernels._specs.ring_attention import RingAttentionArgs, as_flash
-from ejkernel.xla_utils import manual
+from ejkernel.xla_utils import dtypes, manual
 
 _NO_WINDOW = (None, None)
 
@@ -41,7 +41,7 @@ def forward(args: RingAttentionArgs, cfg: Any, inner: KernelEntry) -> Any:
     """Outputs and residuals of `ring_attention`."""
     ring = Ring(args)
     (batch, t, heads, _), width = args.query.shape, args.value.shape[-1]
-    dtype = _wide(args.query.dtype)
+    dtype = dtypes.wide(args.query.dtype)
     out, lse = jnp.zeros((batch, t, heads, width), dtype), _sinks(args, dtype)
 
     def attend(kind: Kind, at: _At, keys: Any, state: Any) -> Any:
@@ -70,7 +70,7 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
     ring = Ring(args)
-    plan, dtype = ring.plan, _wide(args.query.dtype)
+    plan, dtype = ring.plan, dtypes.wide(args.query.dtype)
     always = {"query", "key", "value"}
     parts = frozenset(always | ({"bias", "softmax_scale"} & wanted))
 
@@ -240,10 +240,6 @@ def put(x: jax.Array, block: jax.Array, places: Places) -> jax.Array:
 def add(x: jax.Array, block: jax.Array, places: Places) -> jax.Array:
     """An array with something added to one of its blocks."""
     return put(x, take(x, places) + block.astype(x.dtype), places)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[jax.Array, jax.Array]:

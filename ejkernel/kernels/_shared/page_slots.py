@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.xla_utils import dtypes
+
 
 def slots(
     starts: jax.Array,
@@ -58,7 +60,7 @@ def narrow(new: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
 
     What is too large for int8 or float8 becomes the largest that fits.
     """
-    new = new.astype(jnp.promote_types(new.dtype, jnp.float32))
+    new = new.astype(dtypes.wide(new.dtype))
     if scale is not None:
         new = new / scale.astype(new.dtype)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):

@@ -1,16 +1,10 @@
 """Matrix products in plain JAX: the dtype of their sums, and what must not meet a zero."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._shared.precision import xla_precision
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype of logits and sums."""
-    return jnp.float64 if jnp.dtype(dtype).itemsize == 8 else jnp.float32
+from ejkernel.xla_utils.dtypes import wide
 
 
 def multiply(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:

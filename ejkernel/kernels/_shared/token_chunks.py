@@ -23,22 +23,21 @@ class Chunks:
             return
         starts, ends = (jnp.clip(x, 0, t) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
         lengths = jnp.maximum(ends - starts, 0)
-        used = jnp.cumsum(-(-lengths // size))  # chunks up to each sequence
+        used = jnp.cumsum(-(-lengths // size), dtype=jnp.int32)  # chunks up to each sequence
         before = used + lengths // -size
-        self.sequence = jnp.searchsorted(used, jnp.arange(self.count), side="right").astype(
-            jnp.int32
-        )
+        chunk, inside = (jnp.arange(n, dtype=jnp.int32) for n in (self.count, size))
+        self.sequence = jnp.searchsorted(used, chunk, side="right").astype(jnp.int32)
         mine = jnp.minimum(self.sequence, rows - 1)
-        self.first = jnp.arange(self.count) == before[mine]
-        self.last = jnp.arange(self.count) == used[mine] - 1
+        self.first = chunk == before[mine]
+        self.last = chunk == used[mine] - 1
         # [m * c] token of each place
-        index = (jnp.arange(self.count) - before[mine])[:, None] * size + jnp.arange(size)[None]
+        index = (chunk - before[mine])[:, None] * size + inside[None]
         real = (index < lengths[mine, None]) & (self.sequence < rows)[:, None]
         index = lengths[mine, None] - 1 - index if reverse else index
         self.token = jnp.where(real, starts[mine, None] + index, t).reshape(-1)
         # [t] place of each token
-        place = jnp.full(t + 1, self.count * size)
-        self.place = place.at[self.token].set(jnp.arange(self.count * size))[:t]
+        places = jnp.arange(self.count * size, dtype=jnp.int32)
+        self.place = jnp.full(t + 1, places.size, jnp.int32).at[self.token].set(places)[:t]
 
     def cut(self, x: jax.Array) -> jax.Array:
         """[b, t, h, x] as [m, b, h, c, x], zeros where no token is."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ejkernel.errors import EjkernelWarning
 from ejkernel.kernels import _spec
+from ejkernel.xla_utils import dtypes
 
 Window = tuple[int | None, int | None]
 
@@ -52,12 +53,23 @@ def check_floats(op: str, **arrays: jax.Array) -> None:
             )
 
 
-def check_heads(op: str, num_q_heads: int, num_kv_heads: int) -> None:
+def check_heads(
+    op: str, num_q_heads: int, num_kv_heads: int, names: tuple[str, str] = ("`query`", "`key`")
+) -> None:
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
         raise ValueError(
-            f"`{op}`: the {num_q_heads} heads of `query` must be a multiple of the "
-            f"{num_kv_heads} heads of `key`."
+            f"`{op}`: the {num_q_heads} heads of {names[0]} must be a multiple of the "
+            f"{num_kv_heads} heads of {names[1]}."
         )
+
+
+def int32_array(op: str, name: str, value: Any) -> Any:
+    """A Python int as an array, so that a new value compiles nothing; the rest passes."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if not -_INT32_MAX <= value <= _INT32_MAX:
+        raise ValueError(f"`{op}`: `{name}` must fit into 32 bits with a sign; got {value}.")
+    return np.asarray(value, np.int32)
 
 
 # a number is part of the program; an array is data of the call, and differentiable
@@ -75,7 +87,7 @@ def canonical_scale(op: str, scale: Any, head_dim: int, dtype: Any) -> Any:
                 f"{scale.dtype}{list(scale.shape)}. Multiply `query` by a scale that differs from "
                 "token to token or from head to head."
             )
-        return jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32))
+        return jnp.asarray(scale, dtypes.wide(dtype))
     if not math.isfinite(scale):
         raise ValueError(f"`{op}`: `softmax_scale` must be finite; got {scale}.")
     return float(scale)

@@ -10,6 +10,7 @@ import numpy as np
 from ejkernel.kernels import _spec
 from ejkernel.kernels._specs import _work
 from ejkernel.kernels._specs._work import BACKWARD, CHECK, CPU, DEVICE
+from ejkernel.xla_utils import dtypes
 
 
 def _twice_backward(count: int, direction: str) -> int:
@@ -39,7 +40,7 @@ def _grouped_flops(args: Any, direction: str) -> int:
 
 
 def _grouped_outputs(args: Any) -> int:
-    dtype = args.preferred_element_type or jnp.promote_types(args.lhs.dtype, args.rhs.dtype)
+    dtype = args.preferred_element_type or dtypes.common(args.lhs.dtype, args.rhs.dtype)
     return _work.size_of(jax.ShapeDtypeStruct((*args.lhs.shape[:-1], _columns(args)), dtype))
 
 

@@ -81,7 +81,7 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
         key=key,
         value=value,
         sparsity_mask=_table(call, t, s, window),
-        block_size=int(call["block_size"]),
+        block_size=_whole_block(int(call["block_size"]), max(t, s)),
         bias=as_array(call["bias"]),
         attention_mask=flash_attention.as_mask(OP, mask),
         causal=causal,
@@ -93,6 +93,11 @@ def canonicalize(values: dict[str, Any]) -> BlocksparseAttentionArgs:
         kv_segment_ids=as_array(kv_ids, jnp.int32),
         return_lse=bool(call["return_lse"]),
     )
+
+
+def _whole_block(size: int, length: int) -> int:
+    """A block beyond every token, in whole tiles of 128: kernels fill rows up to whole blocks."""
+    return min(size, max(-(-length // 128), 1) * 128)
 
 
 def _table(call: dict[str, Any], t: int, s: int, window: Any) -> jax.Array:
@@ -108,10 +113,11 @@ def _table(call: dict[str, Any], t: int, s: int, window: Any) -> jax.Array:
             "pattern combine as `mask & jnp.asarray(pattern.build(t, s, block_size))`; with "
             "`causal` or `sliding_window` both may be left out."
         )
+    whole = _whole_block(int(size), max(t, s))  # of as many blocks
     if mask is None and builder is None:
-        return jnp.asarray(_inside_window(t, s, int(size), window))[None, None]
+        return jnp.asarray(_inside_window(t, s, whole, window))[None, None]
     if mask is None:
-        return jnp.asarray(builder.build(t, s, int(size)))[None, None]
+        return jnp.asarray(builder.build(t, s, whole))[None, None]
     mask = segments.as_bool_mask(OP, "sparsity_mask", mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     wanted = (-(-t // size), -(-s // size))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Integer
 from ejkernel.kernels import _spec, _types
 from ejkernel.kernels._specs import _common, _work_matmul
 from ejkernel.ops.core.sharding import Layout
+from ejkernel.xla_utils import dtypes
 
 OP = "grouped_matmul"
 _FORMS = " Either [m, k] with [g, k, n] and `group_sizes`, or [b, g, m, k] with [b, g, k, n]."
@@ -67,7 +68,7 @@ def canonicalize(values: dict[str, Any]) -> GroupedMatmulArgs:
     name = call["preferred_element_type"]
     if name is not None and not jnp.issubdtype(jnp.dtype(name), jnp.floating):
         raise TypeError(f"`{OP}`: `preferred_element_type` must be a float dtype; got {name}.")
-    preferred = None if name == jnp.promote_types(lhs.dtype, rhs.dtype).name else name
+    preferred = None if name == dtypes.common(lhs.dtype, rhs.dtype).name else name
     made = GroupedMatmulArgs(
         lhs=lhs,
         rhs=rhs,
@@ -143,7 +144,7 @@ def num_columns(args: GroupedMatmulArgs) -> int:
 
 def out_dtype(args: GroupedMatmulArgs) -> Any:
     """The dtype asked for, or the one that both operands promote to."""
-    common = jnp.promote_types(args.lhs.dtype, args.rhs.dtype)
+    common = dtypes.common(args.lhs.dtype, args.rhs.dtype)
     return jnp.dtype(args.preferred_element_type or common)
 
 
@@ -153,6 +154,8 @@ def check_offset(values: dict[str, Any]) -> None:
     host = _spec.known(offset)
     if host is None or host.size != 1 or getattr(sizes, "ndim", 0) != 1:
         return
+    if not getattr(rhs, "ndim", 0):
+        return  # the check of types says more
     first, most = int(host.flat[0]), sizes.shape[0] - rhs.shape[0]
     if not 0 <= first <= max(most, 0):
         raise ValueError(
@@ -295,7 +298,7 @@ SPEC = GroupedMatmulSpec(
     examples=examples,
     twin=twin,
     config=GroupedMatmulConfig,
-    scalars={"group_offset": lambda x: np.asarray(x, np.int32) if isinstance(x, int) else x},
+    scalars={"group_offset": functools.partial(_common.int32_array, OP, "group_offset")},
     check=check_offset,
     debug=check_values,
     instead="split groups over devices yourself, with `group_offset` in a `shard_map`",

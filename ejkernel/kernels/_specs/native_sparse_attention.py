@@ -172,7 +172,7 @@ def check_lists(values: dict[str, Any], op: str = "native_sparse_attention") -> 
     if isinstance(counts, jax.core.Tracer):
         return  # which entries count is not known
     cuts, longest = _spec.known(values["cu_seqlens"]), lists.shape[1]
-    if cuts is not None and cuts.ndim == 1:
+    if cuts is not None and cuts.ndim == 1 and cuts.dtype.kind == "i":
         longest = int(np.diff(cuts).max(initial=0))
     blocks = -(-longest // size)
     bad = (lists < -1) | (lists >= blocks)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from ejkernel.kernels import _cases, _spec
 from ejkernel.kernels._specs import _common, _paged, _work_paged
 from ejkernel.ops.core.types import FwdParams
+from ejkernel.xla_utils import dtypes
 
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
@@ -75,10 +76,16 @@ def check_caches(op: str, query: jax.Array, **caches: jax.Array) -> None:
 
 
 def decode_options(
-    op: str, call: dict[str, Any], num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: Any
+    op: str,
+    call: dict[str, Any],
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    names: tuple[str, str] = ("`query`", "`key`"),
 ) -> dict[str, Any]:
     """The options that all ops over cached keys share, in canonical form."""
-    _common.check_heads(op, num_q_heads, num_kv_heads)
+    _common.check_heads(op, num_q_heads, num_kv_heads, names)
     slopes, splits = call["alibi_slopes"], call["num_splits"]
     if splits is not None and splits < 1:
         raise ValueError(f"`{op}`: `num_splits` must be at least 1; got {splits}.")
@@ -104,7 +111,7 @@ def _head_scale(op: str, name: str, scale: Any, num_kv_heads: int) -> jax.Array 
             f"got {jnp.shape(scale)}."
         )
     scale = jnp.asarray(scale)
-    scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+    scale = scale.astype(dtypes.wide(scale.dtype))
     return jnp.broadcast_to(scale, (num_kv_heads,))
 
 
@@ -138,7 +145,15 @@ def canonicalize(values: dict[str, Any]) -> PageAttentionArgs:
         context_lens=jnp.asarray(values["context_lens"], jnp.int32),
         block_tables=jnp.asarray(values["block_tables"], jnp.int32),
         block_size=page_size,
-        **decode_options(op, values, num_q_heads, num_kv_heads, head_dim, query.dtype),
+        **decode_options(
+            op,
+            values,
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            query.dtype,
+            ("`query`", "`key_cache`"),
+        ),
     )
 
 

@@ -85,7 +85,13 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionArgs:
         kv_pages=kv_pages,
         **integers,
         **page_attention.decode_options(
-            op, values, num_q_heads, double // 2, head_dim, queries.dtype
+            op,
+            values,
+            num_q_heads,
+            double // 2,
+            head_dim,
+            queries.dtype,
+            ("`queries`", "keys in `kv_pages`"),
         ),
     )
 
@@ -217,10 +223,6 @@ def changes() -> dict[str, dict[str, Any]]:
     return page_attention.decode_changes(_SHAPES["small"][0])
 
 
-def _count(value: Any) -> Any:
-    return np.asarray(value, np.int32) if isinstance(value, int) else value
-
-
 SPEC = PagedSpec(
     name="ragged_page_attention",
     work=_work_paged.ragged_page_attention,
@@ -236,7 +238,8 @@ SPEC = PagedSpec(
     examples=examples,
     twin=twin,
     config=RaggedPageAttentionConfig,
-    scalars=page_attention.SCALARS | {"num_seqs": _count},
+    scalars=page_attention.SCALARS
+    | {"num_seqs": functools.partial(_common.int32_array, "ragged_page_attention", "num_seqs")},
     publish=page_attention.publish,
     check=check_count,
     debug=check_values,

@@ -98,7 +98,13 @@ def canonicalize(values: dict[str, Any]) -> RaggedPageAttentionV3Args:
         **floats,
         **integers,
         **page_attention.decode_options(
-            op, values, num_q_heads, num_kv_heads, head_dim, floats["queries"].dtype
+            op,
+            values,
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            floats["queries"].dtype,
+            ("`queries`", "`keys`"),
         ),
     )
 

@@ -55,7 +55,8 @@ def canonicalize(values: dict[str, Any]) -> SparseMatmulArgs:
 def check_values(values: dict[str, Any]) -> None:
     """Refuses known indices beyond the shape."""
     blocks, shape = values["blocks"], values["shape"]
-    if getattr(blocks, "ndim", 0) == 3 and isinstance(shape, tuple) and len(shape) == 2:
+    pair = isinstance(shape, tuple) and len(shape) == 2 and all(isinstance(n, int) for n in shape)
+    if getattr(blocks, "ndim", 0) == 3 and pair:
         size = blocks.shape[-1]
         _sparse_blocks.check_indices(OP, values["rows"], values["cols"], shape, size)
 

@@ -15,6 +15,7 @@ from ejkernel.kernels import _op_kernel, _types
 from ejkernel.kernels._specs.attention import AttentionConfig
 from ejkernel.modules.operations.flash_attention import flash_attention
 from ejkernel.types import MaskInfo
+from ejkernel.xla_utils import dtypes
 
 
 def attention(
@@ -134,7 +135,7 @@ def scaled_dot_product_attention(
     _check_lengths(lengths, query.shape[0], options)
     mask, bias = _rank_4(mask), _rank_4(bias)
     if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
-        bias = bias.astype(jnp.promote_types(query.dtype, jnp.float32))
+        bias = bias.astype(dtypes.wide(query.dtype))
     window, shifted = _window(window, query.shape[1], key.shape[1])
     moved = is_causal or window is not None or options.get("alibi_slopes") is not None
     info = _top_left(query, key, query_seq_lengths, key_value_seq_lengths, moved, shifted)

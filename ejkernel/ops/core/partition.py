@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.core.sharding import Axes, Layout, axis_names
+from ejkernel.xla_utils import dtypes
 
 # (arrays of one device, first index there by axis) -> results of one device
 Body = Callable[[Sequence[jax.Array], dict[str, jax.Array]], Sequence[jax.Array]]
@@ -335,5 +336,4 @@ def _sum(x: jax.Array, split: Split, spec: PartitionSpec) -> jax.Array:
     over = tuple(name for names in split.values() for name in names if name not in own)
     if not over:
         return x
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jax.lax.psum(x.astype(wide), over).astype(x.dtype)
+    return jax.lax.psum(x.astype(dtypes.wide(x.dtype)), over).astype(x.dtype)

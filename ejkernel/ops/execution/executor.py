@@ -31,10 +31,23 @@ from ejkernel.ops.utils import fingerprint, hlo
 logger = logging.getLogger("ejkernel")
 
 _MAX_PROGRAMS = 4096
+NO_NUMBERS = "OSUMm"  # kinds of NumPy's dtypes: objects, texts and dates
 
 
 def _is_concrete(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def check_numbers(op: str, call: dict[str, Any]) -> None:
+    """Refuses arrays of NumPy that are no numbers, before JAX names them by a place in a list."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(call):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
+            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+            raise TypeError(
+                f"`{op}`: `{name}` must be an array of numbers; got "
+                f"{leaf.dtype}{list(leaf.shape)}. Rows of different lengths make an array of "
+                "objects: fill them up first."
+            )
 
 
 class _Array:
@@ -95,6 +108,8 @@ class Executor:
                 arrays.append(leaf)
                 statics.append(_ARRAY)
             elif isinstance(leaf, np.ndarray):
+                if leaf.dtype.kind in NO_NUMBERS:
+                    check_numbers(kernel.name, call)
                 arrays.append(leaf)
                 statics.append(_ARRAY)
             else:

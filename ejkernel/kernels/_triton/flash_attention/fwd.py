@@ -110,6 +110,12 @@ def flash_attention_fwd_careful_kernel(
     m = tl.full([BQ], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BQ], tl.float32)  # sum of weights exp(x - m)
     acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)  # weighted values
+    one = tl.full([BQ], 1.0, tl.float32)
+    if first >= last:
+        # If the loop could be left out, the sums of products in flight at its end would meet zeros
+        # there, and ptxas (12.8) would let each product wait for the one before (C7515).
+        _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
+        return
     ahead = block_lists.entry(visits, first * SPLIT, last * SPLIT, BK)
     for i in range(first * SPLIT, last * SPLIT):
         masked = (i < full * SPLIT) | (i >= ragged * SPLIT)
@@ -123,7 +129,6 @@ def flash_attention_fwd_careful_kernel(
         x, _ = common.scores(dots, j, masked, block, attention, BK)
         m, l, p, alpha = softmax.update(m, l, x, attention.scores.FACTOR)
         acc = _add_values(acc * alpha[:, None], p, j, value, block, attention, BK, CHECKED, True)
-    one = tl.full([BQ], 1.0, tl.float32)
     m *= attention.scores.FACTOR
     _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
 

@@ -41,6 +41,11 @@ def attend(
     k_scale = 1.0
     if options.k_scale is not None:
         k_scale = tl.load(options.k_scale)
+    # One tile at least, whose keys may all be hidden. If the loop could be left out, the sums of
+    # products in flight at its end would meet zeros there, and ptxas (12.8) would let each product
+    # of several stages wait for the one before (C7515).
+    last_tile = tl.maximum(last_tile, first_tile + 1)
+    tl.assume(first_tile < last_tile)
     page = paging.page_ids(latents.table, i_s, first_tile * BK, BK)
     for j in range(first_tile, last_tile):
         row = j * BK

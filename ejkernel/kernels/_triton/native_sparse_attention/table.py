@@ -52,7 +52,7 @@ def make(args: Any) -> Table:
     position = segments.cu_seqlens_to_positions(args.cu_seqlens, t)
     inside, owner = sequence >= 0, jnp.maximum(sequence, 0)
     own = before[owner] + position // size
-    done = own + ((position + 1) % args.block_size == 0)
+    done = own + ((position + 1) % args.block_size == 0).astype(own.dtype)
     block = jnp.arange(spec.num_blocks(args), dtype=jnp.int32)
     # unrolled: a loop would be as many launches as it has steps
     found = jnp.searchsorted(after, block, side="right", method="scan_unrolled")

@@ -201,7 +201,7 @@ class Pairs:
         offset = jnp.zeros(2, jnp.uint32) if args.dropout_offset is None else args.dropout_offset
 
         def index(block: Any, size: int) -> jax.Array:
-            return jnp.asarray(block * size + jnp.arange(size), jnp.uint32)
+            return jnp.asarray(block * size + jnp.arange(size, dtype=jnp.int32), jnp.uint32)
 
         head = index(at.g, blocks.g * self.repeat) + offset[1]
         kept = philox.keep(

@@ -53,7 +53,7 @@ def backward(
     dbias, (dq, dk, dv) = loops.scan(chunks[0] * chunks[1], rows, dbias)
     # [chunks, bb, gg, r, T, d] -> [b, t, h, d]
     dq = dq.reshape(*chunks, *dq.shape[1:]).transpose(0, 2, 5, 1, 3, 4, 6)
-    dq = dq.reshape(pairs.batch, pairs.padded_t, pairs.heads, -1)[:, : pairs.t]
+    dq = dq.reshape(pairs.batch, pairs.padded_t, pairs.heads, dq.shape[-1])[:, : pairs.t]
     grads["query"] = (dq * args.softmax_scale).astype(args.query.dtype)
     grads["key"] = (_of_keys(pairs, chunks, dk) * args.softmax_scale).astype(args.key.dtype)
     grads["value"] = _of_keys(pairs, chunks, dv).astype(args.value.dtype)
@@ -78,7 +78,8 @@ def _operands(args: Any, pairs: ListedPairs, dout: jax.Array, lse, delta) -> den
 def _of_keys(pairs: ListedPairs, chunks: tuple[int, int], x: jax.Array) -> jax.Array:
     """[chunks, nk, bb, gg, bk, d] -> [b, s, kv heads, d], summed over heads that share keys."""
     x = x.reshape(*chunks, *x.shape[1:]).transpose(0, 3, 2, 5, 1, 4, 6)
-    x = x.reshape(pairs.batch, pairs.padded_s, -1, pairs.share, x.shape[-1])
+    heads = x.shape[4] * x.shape[5] // pairs.share
+    x = x.reshape(pairs.batch, pairs.padded_s, heads, pairs.share, x.shape[-1])
     return x.sum(axis=3)[:, : pairs.s]
 
 

@@ -81,14 +81,14 @@ def attend(
         return (out, lse, weights) if with_weights else (out, lse)
 
     out, lse, *rest = loops.stack(pairs.num_q, block)
-    # [nq, b, g, r, bq, e] -> [b, T, h, e]
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, num_q_heads, width)[:, :t]
-    lse = lse.transpose(1, 2, 3, 0, 4).reshape(batch, num_q_heads, -1)[..., :t]
+    # [nq, b, g, r, bq, e] -> [b, T, h, e]; a head may have no columns to tell T by
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, pairs.padded_t, num_q_heads, width)
+    lse = lse.transpose(1, 2, 3, 0, 4).reshape(batch, num_q_heads, pairs.padded_t)
     weights = None
     if with_weights:
         weights = rest[0].transpose(1, 2, 3, 0, 4, 5)
-        weights = weights.reshape(batch, num_q_heads, -1, size_k)[:, :, :t, :s]
-    return out.astype(args.query.dtype), lse, weights
+        weights = weights.reshape(batch, num_q_heads, pairs.padded_t, size_k)[:, :, :t, :s]
+    return out[:, :t].astype(args.query.dtype), lse[..., :t], weights
 
 
 def nothing(args: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

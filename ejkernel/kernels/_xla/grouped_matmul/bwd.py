@@ -9,6 +9,7 @@ from ejkernel.kernels._shared.products import multiply, wide
 from ejkernel.kernels._xla._blocks import loops
 from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.grouped_matmul import config, fwd, plan
+from ejkernel.xla_utils import dtypes
 
 
 def backward(
@@ -55,7 +56,7 @@ def _batched(args: Any, dout: jax.Array, wanted: frozenset[str]) -> dict[str, ja
 
 
 def _over_rows(left: jax.Array, right: jax.Array) -> jax.Array:
-    common = jnp.promote_types(left.dtype, right.dtype)
+    common = dtypes.common(left.dtype, right.dtype)
     return multiply("...mi,...mj->...ij", left.astype(common), right.astype(common))
 
 
@@ -63,12 +64,12 @@ def outer(
     rows: plan.Plan, left: jax.Array, right: jax.Array, num_groups: int, block_m: int
 ) -> jax.Array:
     """For each group, the sum over its rows of left row times right row; [g, i, j]."""
-    m, dtype = left.shape[0], wide(jnp.promote_types(left.dtype, right.dtype))
+    m, dtype = left.shape[0], wide(dtypes.common(left.dtype, right.dtype))
     left, right = pad(left, 0, m + block_m), pad(right, 0, m + block_m)
     sums = jnp.zeros((num_groups, left.shape[1], right.shape[1]), dtype)
 
     def step(i: Any, sums: jax.Array) -> jax.Array:
-        mine = (rows.start[i] + jnp.arange(block_m) < rows.stop[i])[:, None]
+        mine = (rows.start[i] + jnp.arange(block_m, dtype=jnp.int32) < rows.stop[i])[:, None]
         # both sides: 0 * nan of another group's row would be nan
         x, y = (
             jnp.where(mine, jax.lax.dynamic_slice_in_dim(z, rows.start[i], block_m), 0)

@@ -14,6 +14,7 @@ from ejkernel.kernels._specs.grouped_matmul import out_dtype
 from ejkernel.kernels._xla._blocks import loops
 from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.grouped_matmul import fwd, plan
+from ejkernel.xla_utils import dtypes
 
 _ROWS = 128
 
@@ -28,12 +29,12 @@ def grouped_matmul(args: Any) -> tuple[jax.Array]:
     block_m = min(_ROWS, max(m // rhs.shape[0], 8))
     rows = plan.make(args, block_m)
     columns = rhs.shape[-2 if args.transpose_rhs else -1]
-    out = jnp.zeros((m + block_m, columns), wide(jnp.promote_types(lhs.dtype, rhs.dtype)))
+    out = jnp.zeros((m + block_m, columns), wide(dtypes.common(lhs.dtype, rhs.dtype)))
     lhs = pad(lhs, 0, m + block_m)
 
     @jax.checkpoint
     def block(lhs: jax.Array, rhs: jax.Array, i: Any) -> jax.Array:
-        mine = (rows.start[i] + jnp.arange(block_m) < rows.stop[i])[:, None]
+        mine = (rows.start[i] + jnp.arange(block_m, dtype=jnp.int32) < rows.stop[i])[:, None]
         x = jnp.where(mine, jax.lax.dynamic_slice_in_dim(lhs, rows.start[i], block_m), 0)
         y = fwd.product(x, rhs[rows.group[i]], args.transpose_rhs, out.dtype)
         return jnp.where(mine, y, 0)  # a matrix that is not finite makes nan of 0

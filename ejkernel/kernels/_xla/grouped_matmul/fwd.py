@@ -15,6 +15,7 @@ from ejkernel.kernels._specs.grouped_matmul import out_dtype
 from ejkernel.kernels._xla._blocks import loops
 from ejkernel.kernels._xla._blocks.logits import pad
 from ejkernel.kernels._xla.grouped_matmul import config, plan
+from ejkernel.xla_utils import dtypes
 
 
 def forward(args: Any, cfg: config.Config | None) -> tuple[tuple[jax.Array], tuple[()]]:
@@ -32,7 +33,7 @@ def forward(args: Any, cfg: config.Config | None) -> tuple[tuple[jax.Array], tup
 
 def product(lhs: jax.Array, rhs: jax.Array, transpose_rhs: bool, dtype: Any) -> jax.Array:
     """`lhs @ rhs` over the last two axes, summed in float32 at least."""
-    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    common = dtypes.common(lhs.dtype, rhs.dtype)
     formula = "...mk,...nk->...mn" if transpose_rhs else "...mk,...kn->...mn"
     return products.multiply(formula, lhs.astype(common), rhs.astype(common)).astype(dtype)
 

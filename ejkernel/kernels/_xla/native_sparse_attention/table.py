@@ -61,7 +61,7 @@ def make(args: Any) -> Table:
     done = (position + 1) % args.block_size == 0
     own = jnp.where(made.inside, made.of_token, -1)
     first = jnp.where(made.inside, made.of_token - position // size, 0)
-    stop = jnp.where(made.inside, own + done, 0)
+    stop = jnp.where(made.inside, own + done.astype(own.dtype), 0)
     return Table(start, made.count, Tokens(first, own, stop.astype(jnp.int32)))
 
 

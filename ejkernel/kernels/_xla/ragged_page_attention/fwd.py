@@ -82,6 +82,6 @@ def cut(args: Any, size: int, room: int) -> _Cuts:
     """Sequences that do not count have no queries; bad starts are clamped to the tokens."""
     starts = jnp.clip(args.query_start_loc, 0, args.queries.shape[0])
     counts = jnp.maximum(jnp.diff(starts), 0)
-    counts = jnp.where(jnp.arange(counts.shape[0]) < args.num_seqs, counts, 0)
+    counts = jnp.where(jnp.arange(counts.shape[0], dtype=jnp.int32) < args.num_seqs, counts, 0)
     ends = jnp.cumsum(-(-counts // size), dtype=jnp.int32)
     return _Cuts(starts[:-1], counts, jnp.clip(args.context_lens, 0, room), ends)

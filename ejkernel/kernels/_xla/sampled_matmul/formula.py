@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._shared.precision import xla_precision
-from ejkernel.kernels._shared.products import wide
+from ejkernel.kernels._shared.products import multiply
 from ejkernel.kernels._xla._blocks.logits import pad
 
 
@@ -21,15 +20,13 @@ def sampled_matmul(args: Any) -> tuple[jax.Array, ...]:
     inside = (args.rows >= 0) & (args.cols >= 0)
     inside &= (args.rows < num_rows) & (args.cols < num_cols)
     rows, cols = (jnp.where(inside, x, 0) for x in (args.rows, args.cols))
-    index = jnp.arange(size)
+    index = jnp.arange(size, dtype=jnp.int32)
     real_rows = inside[:, None] & (rows[:, None] * size + index[None] < m)
     real_cols = inside[:, None] & (cols[:, None] * size + index[None] < n)
-    product = jnp.einsum(
+    product = multiply(
         "zik,zkj->zij",
         jnp.where(inside[:, None, None], lhs[rows], 0),
         jnp.where(inside[:, None, None], rhs[cols], 0),
-        precision=xla_precision(lhs.dtype),
-        preferred_element_type=wide(lhs.dtype),
     )
     real = real_rows[:, :, None] & real_cols[:, None, :]
     return (jnp.where(real, product, 0.0).astype(args.lhs.dtype),)

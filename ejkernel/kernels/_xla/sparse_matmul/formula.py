@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._shared.precision import xla_precision
-from ejkernel.kernels._shared.products import wide
+from ejkernel.kernels._shared.products import multiply
 from ejkernel.kernels._xla._blocks.logits import pad
 
 
@@ -18,15 +17,13 @@ def sparse_matmul(args: Any) -> tuple[jax.Array, ...]:
     inside = (args.rows >= 0) & (args.cols >= 0)
     inside &= (args.rows < num_rows) & (args.cols < num_cols)
     rows, cols = (jnp.where(inside, x, 0) for x in (args.rows, args.cols))
-    real = cols[:, None] * size + jnp.arange(size)[None] < k
+    real = cols[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None] < k
     if num_rows * num_cols == 0:
         return (jnp.zeros((m, n), args.dense.dtype),)
-    product = jnp.einsum(
+    product = multiply(
         "zij,zjn->zin",
         jnp.where((inside[:, None] & real)[:, None], args.blocks, 0),
         jnp.where(inside[:, None, None], dense[cols], 0),
-        precision=xla_precision(dense.dtype),
-        preferred_element_type=wide(dense.dtype),
     )
     out = jnp.zeros((num_rows, size, n), product.dtype).at[rows].add(product)
     return (out.reshape(-1, n)[:m].astype(args.dense.dtype),)

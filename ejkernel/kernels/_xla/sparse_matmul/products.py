@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.kernels._shared.precision import xla_precision
-from ejkernel.kernels._shared.products import wide
+from ejkernel.kernels._shared.products import multiply, wide
 from ejkernel.kernels._xla._blocks import loops
 from ejkernel.kernels._xla._blocks.logits import pad
 
@@ -29,8 +28,8 @@ def sparse(
         row, col, inside = _place(rows, cols, i, num_rows, num_cols)
         block = jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False)
         if k % size:
-            block = jnp.where(col * size + jnp.arange(size)[None] < k, block, 0)
-        product = _multiply(block, loops.take(dense, col, size, 0), dtype)
+            block = jnp.where(col * size + jnp.arange(size, dtype=jnp.int32)[None] < k, block, 0)
+        product = multiply("ij,jn->in", block, loops.take(dense, col, size, 0))
         return loops.put(out, jnp.where(inside, product, 0.0), (row, 0))
 
     out = loops.vary_like(jnp.zeros((num_rows * size, n), dtype), dense)
@@ -47,11 +46,12 @@ def sampled(
         return loops.vary_like(jnp.zeros((nnz, size, size), dtype), lhs)
     num_rows, num_cols = -(-m // size), -(-n // size)
     lhs, rhs = pad(lhs, 0, num_rows * size), pad(rhs, 1, num_cols * size)
-    index = jnp.arange(size)
+    index = jnp.arange(size, dtype=jnp.int32)
 
     def block(i: Any) -> jax.Array:
         row, col, inside = _place(rows, cols, i, num_rows, num_cols)
-        product = _multiply(loops.take(lhs, row, size, 0), loops.take(rhs, col, size, 1), dtype)
+        left, right = loops.take(lhs, row, size, 0), loops.take(rhs, col, size, 1)
+        product = multiply("ik,kj->ij", left, right)
         real = (row * size + index[:, None] < m) & (col * size + index[None] < n)
         return jnp.where(inside & real, product, 0.0)
 
@@ -63,7 +63,3 @@ def _place(rows: jax.Array, cols: jax.Array, i: Any, num_rows: int, num_cols: in
     row, col = rows[i], cols[i]
     inside = (row >= 0) & (row < num_rows) & (col >= 0) & (col < num_cols)
     return jnp.clip(row, 0, num_rows - 1), jnp.clip(col, 0, num_cols - 1), inside
-
-
-def _multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.matmul(a, b, precision=xla_precision(a.dtype), preferred_element_type=dtype)
