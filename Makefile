@@ -40,7 +40,7 @@ test-all: $(VENV)/.test
 
 # On a machine with a GPU, with the Python that has its JAX: make test-gpu PYTHON=python3
 GPU_WORKERS ?= 4
-GPU_TESTS := tests/kernels tests/callib -k 'triton or cudnn or test_gpu or pallas_gpu' --deselect tests/kernels/test_triton_compiles.py --deselect tests/kernels/test_compiles.py
+GPU_TESTS := tests/kernels tests/callib -k 'triton or cuda or cudnn or test_gpu or pallas_gpu' --deselect tests/kernels/test_triton_compiles.py --deselect tests/kernels/test_compiles.py
 
 test-gpu:
 	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) --device-results benchmarks/results/gpu_matrix.json

@@ -153,17 +153,18 @@ CASES = 4  # of each of these ops
 
 
 def other_calls(dtype):
-    """Ops and arguments of the first test cases that the Triton kernels serve, both ways."""
-    for op in OTHERS:
+    """Ops, arguments and platforms of the first test cases that the kernels serve, both ways."""
+    for op, platform in (*((op, "triton") for op in OTHERS), ("mean_pooling", "cuda")):
         spec = kernel_registry.spec(op)
-        entry = next(e for e in kernel_registry.list(op) if e.name == "triton/gpu")
+        entry = next(e for e in kernel_registry.list(op) if e.name == f"{platform}/gpu")
         key = jax.random.key(7)
         made = ((case, spec.make(case, dtype, key)) for case in spec.cases())
         able = (case for case, args in made if entry.why_not(args, direction="backward") is None)
-        yield from ((op, case.values(dtype, key)) for case in itertools.islice(able, CASES))
+        for case in itertools.islice(able, CASES):
+            yield op, case.values(dtype, key), platform
 
 
-def differentiate(op, values):
+def differentiate(op, values, platform):
     """Gradients of a call for all arrays that have them; all its arrays are traced."""
     fixed = {n: x for n, x in values.items() if not hasattr(x, "shape")}
     arrays = {n: x for n, x in values.items() if n not in fixed}
@@ -172,7 +173,7 @@ def differentiate(op, values):
     others = {n: x for n, x in arrays.items() if n not in wanted}
 
     def loss(wanted, others):
-        outputs = getattr(modules, op)(**fixed, **others, **wanted, platform="triton")
+        outputs = getattr(modules, op)(**fixed, **others, **wanted, platform=platform)
         return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(outputs))
 
     return jax.jit(jax.grad(loss))(wanted, others)
@@ -189,8 +190,8 @@ def main():
         for output in jax.tree.leaves(serve(op, values)):
             assert bool(jnp.isfinite(output.astype(jnp.float32)).all()), (name, op)
     others = [call for dtype in (jnp.bfloat16, jnp.float32) for call in other_calls(dtype)]
-    for op, values in others:
-        jax.block_until_ready(differentiate(op, values))
+    for call in others:
+        jax.block_until_ready(differentiate(*call))
     print(f"{len(made) + len(served) + len(others)} calls")
 
 

@@ -1,9 +1,15 @@
 """Folders of the user's own."""
 
+import atexit
 import contextlib
+import functools
 import os
 import pathlib
+import shutil
 import tempfile
+import warnings
+
+from ejkernel.errors import EjkernelWarning
 
 
 def make_private(folder: pathlib.Path) -> None:
@@ -40,3 +46,26 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def problem(folder: pathlib.Path) -> str | None:
+    """Why nothing can be written in a folder; None when something can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)  # the same each time: no name of a file
+
+
+@functools.cache
+def of_this_process(folder: pathlib.Path, what: str, problem: str) -> pathlib.Path:
+    """A folder of this process alone, in place of one that cannot be used; one warning."""
+    warnings.warn(
+        f"{what} cannot be kept in {folder}: {problem}. This process keeps them to itself; set "
+        "EJKERNEL_CACHE_DIR to a folder that can be written.",
+        EjkernelWarning,
+        stacklevel=2,
+    )
+    own = tempfile.mkdtemp(prefix="ejkernel-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return pathlib.Path(own)

@@ -10,7 +10,7 @@ from tests import selection
 _OP = 30.0  # the kernel tests of one op on XLA
 _INTERPRETED = 20.0  # and of each of its kernels for GPUs and TPUs
 _KERNELS = pathlib.Path(__file__).parents[1] / "ejkernel" / "kernels"
-_BACKENDS = ("_triton", "_pallas/tpu")
+_BACKENDS = ("_triton", "_pallas/tpu", "_cuda")
 _PARTS = {
     "kernels/flash_attention": 260.0,
     "kernels/several ops": 120.0,

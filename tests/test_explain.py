@@ -189,7 +189,7 @@ def test_every_other_entry_and_platform_has_its_reason():
             for e in kernel_registry.list("flash_attention")
             if e.backend in ("gpu", "tpu")
         }
-        assert made.forward.refused["cuda/gpu"] == others["cuda/gpu"]
+        assert "EJKERNEL_INTERPRET=1" in made.forward.refused["cuda/gpu"]
         assert made.forward.refused.keys() == others.keys()
         assert all(text.startswith(others[n]) for n, text in made.forward.refused.items())
         asked = ejkernel.explain("flash_attention", Q, K, V, platform="xla")

@@ -1,6 +1,7 @@
-"""Triton and Mosaic kernels compiled for a GPU that is not here, and what they take of it."""
+"""Triton, Mosaic and CUDA kernels compiled for a GPU that is not here, and what they take."""
 
 import contextlib
+import dataclasses
 import pathlib
 import re
 import subprocess
@@ -13,18 +14,17 @@ import jax
 from ejkernel.aot import _mosaic
 from ejkernel.aot._reports import KernelReport
 from ejkernel.aot._targets import Target
-from ejkernel.callib import _triton_call, _triton_compile
+from ejkernel.callib import _cuda_build, _cuda_call, _triton_call, _triton_compile
 from ejkernel.kernels._registry import KernelEntry, Platform
 
 _REFUSALS = {
     Platform.XLA: "XLA compiles for a GPU only where one is",
     Platform.CUDNN: "cuDNN builds its kernels on the GPU itself",
-    Platform.CUDA: "CUDA sources are compiled when they are first used on a GPU",
 }
 
 
 class Compiler:
-    """Triton, and Mosaic GPU where JAX's plugin for CUDA is, for one target."""
+    """Triton, nvcc, and Mosaic GPU where JAX's plugin for CUDA is, for one target."""
 
     wrap = staticmethod(lambda fn: fn)
 
@@ -38,6 +38,10 @@ class Compiler:
     def refusal(self, entry: KernelEntry) -> str | None:
         if entry.platform == Platform.PALLAS:
             return self._why_no_mosaic
+        if entry.platform == Platform.CUDA:
+            if self._target.backend != "cuda":
+                return "CUDA sources are compiled for GPUs of NVIDIA alone"
+            return _cuda_build.why_not(f"sm_{self._target.arch}")
         return _REFUSALS.get(entry.platform)
 
     @contextlib.contextmanager
@@ -54,7 +58,11 @@ class Compiler:
         if self._is_mosaic:
             return {"kernels": _mosaic.kernels(fn, inputs)}
         jaxpr = jax.make_jaxpr(fn)(*inputs).jaxpr
-        return {"kernels": [self._kernel(eqn) for eqn in _triton_call.launches(jaxpr)]}
+        sources = dict.fromkeys(call.source for call in _cuda_call.calls(jaxpr))
+        arch = f"sm_{self._target.arch}"
+        found = [kernel for source in sources for kernel in _cuda_build.usage(source, arch)]
+        reports = [KernelReport(**dataclasses.asdict(kernel)) for kernel in found]
+        return {"kernels": reports + [self._kernel(eqn) for eqn in _triton_call.launches(jaxpr)]}
 
     def _kernel(self, eqn: Any) -> KernelReport:
         avals = [v.aval for v in eqn.invars]

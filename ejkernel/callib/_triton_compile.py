@@ -4,17 +4,13 @@ The folder is Triton's own cache, keyed by source, signature, constants, options
 Triton's version, so that a second process compiles nothing.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import pathlib
-import shutil
-import tempfile
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,7 +19,7 @@ import jax.numpy as jnp
 from ejkernel import _device, _folders, _settings
 from ejkernel.callib import _triton_arguments as arguments
 from ejkernel.callib import _triton_bundles, _triton_source
-from ejkernel.errors import CompilationError, EjkernelWarning
+from ejkernel.errors import CompilationError
 
 _TYPES = {
     "bfloat16": "bf16",
@@ -171,29 +167,6 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(own).expanduser() / "triton"
 
 
-def _problem(folder: pathlib.Path) -> str | None:
-    """Why nothing can be written in a folder."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)  # the same each time: no name of a file
-
-
-@functools.cache
-def _own_folder(folder: pathlib.Path, problem: str) -> pathlib.Path:
-    """A folder of this process alone, in place of one that cannot be written; one warning."""
-    warnings.warn(
-        f"Compiled Triton kernels cannot be kept in {folder}: {problem}. This process keeps "
-        "them to itself; set EJKERNEL_CACHE_DIR to a folder that can be written.",
-        EjkernelWarning,
-        stacklevel=2,
-    )
-    own = tempfile.mkdtemp(prefix="ejkernel-triton-")
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return pathlib.Path(own)
-
-
 @functools.cache
 def _movable_manager() -> Any:
     """Triton's cache on disk, whose folder may be moved or carried to another machine."""
@@ -243,9 +216,10 @@ def _compiled(source: Any, target: Any, options: dict[str, Any]) -> Any:
     try:
         return _kept_in(folder, source, target, options)
     except OSError:
-        if (problem := _problem(folder)) is None:  # of the compiler's own
+        if (problem := _folders.problem(folder)) is None:  # of the compiler's own
             raise
-    return _kept_in(_own_folder(folder, problem), source, target, options)
+    own = _folders.of_this_process(folder, "Compiled Triton kernels", problem)
+    return _kept_in(own, source, target, options)
 
 
 def _kept_in(folder: pathlib.Path, source: Any, target: Any, options: dict[str, Any]) -> Any:

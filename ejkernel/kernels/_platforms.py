@@ -65,7 +65,8 @@ _FOLDERS = {
 }
 
 
-_INTERPRETED = frozenset({Platform.TRITON, Platform.PALLAS})  # run on a CPU when told to
+# run on a CPU when told to
+_INTERPRETED = frozenset({Platform.TRITON, Platform.PALLAS, Platform.CUDA})
 
 
 def why_not_on(platform: Platform, backend: Backend, target: _device.Target) -> str | None:

@@ -30,7 +30,7 @@ _FRAMEWORK = frozenset(
 def fingerprint(entry: KernelEntry) -> str | None:
     """Changes with the code of a kernel and of what it imports; None for one from outside.
 
-    Comments, docstrings and empty lines do not count.
+    Comments, docstrings and empty lines do not count, but in CUDA sources.
     """
     entry = entry.base or entry  # a derived op runs the kernel of its base
     inner = getattr(getattr(entry.fn, "__self__", None), "inner", None)  # of a schedule around it
@@ -52,6 +52,9 @@ def _of_modules(modules: frozenset[str]) -> str:
     for name in sorted(seen):
         if (path := _path(name)) is not None:
             digest.update(f"{name}\n{_code(path.read_text())}\n".encode())
+            if path.name == "__init__.py":
+                for source in sorted(path.parent.glob("*.cu*")):
+                    digest.update(f"{source.name}\n{source.read_text()}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -22,6 +22,7 @@ _COLUMNS = {
     "Triton": "triton/gpu",
     "Hopper": "pallas/gpu",
     "TPU": "pallas/tpu",
+    "CUDA": "cuda/gpu",
     "cuDNN": "cudnn/gpu",
     "XLA": "xla/any",
 }

@@ -109,7 +109,7 @@ def pooled(draws: Sequence[tuple[Answer, Problem]]) -> tuple[Answer, Problem]:
 def interpreted(entry: Any) -> bool:
     """Whether an entry runs here in an interpreter, which is slow."""
     here = ("any", BACKEND)
-    return entry.backend not in here and entry.platform in ("triton", "pallas")
+    return entry.backend not in here and entry.platform in ("triton", "pallas", "cuda")
 
 
 def instead(op: str, entry_name: str) -> str | None:

@@ -9,23 +9,17 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ejkernel import _settings
 from ejkernel._device import Target
 from ejkernel.callib import _triton_call
 from ejkernel.callib._triton_compile import GpuTarget
-from ejkernel.kernels import kernel_registry
+from ejkernel.kernels._triton import mean_pooling
 from ejkernel.kernels._triton.mean_pooling import bwd, config, fwd, kernels, spans
 from tests.backend import BACKEND
-from tests.kernels import harness
+from tests.kernels import harness, pooling_calls
+from tests.kernels.pooling_calls import CALLS, SPEC, call
 
-SPEC = kernel_registry.spec("mean_pooling")
 H200 = Target(kind="gpu", model="NVIDIA H200", capability="9.0")
 interpreted = pytest.mark.skipif(BACKEND != "cpu", reason="runs in the interpreter, on a CPU")
-
-
-def call(shape=(2, 40, 6), **more):
-    values = {"inputs": jax.random.normal(jax.random.key(0), shape), **more}
-    return SPEC.canonicalize(SPEC.complete(values))
 
 
 def tile(**more):
@@ -54,39 +48,10 @@ def test_nothing_is_refused(more):
     assert "at least one row" in entry.why_not(call(**more), H200)
 
 
-MASK = np.arange(80).reshape(2, 40) % 3 != 0
-MASK[1, :19] = False
-CALLS = {
-    "long rows": {},
-    "masked": {"mask": MASK},
-    # chunks of 17 tokens in slices of 8, 8 and 1; the last chunk has 6 tokens and two empty slices
-    "long chunks": {"chunk_size": 17, "mask": MASK},
-    # sequences of several slices, an empty one, and tokens of none at both ends
-    "packed": {"shape": (1, 40, 6), "cu_seqlens": np.int32([3, 20, 20, 29, 37])},
-    "packed chunks": {
-        "shape": (1, 40, 6),
-        "cu_seqlens": np.int32([3, 20, 20, 29, 37]),
-        "chunk_size": 5,
-    },
-}
-
-
 @interpreted
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_in_slices(name):
-    args = call(**CALLS[name])
-    ((expected,), pull) = jax.vjp(
-        lambda x: kernel_registry.spec("mean_pooling").formula_fn()(
-            args.with_arrays({"inputs": x})
-        ),
-        args.inputs,
-    )
-    dout = jax.random.normal(jax.random.key(1), expected.shape)
-    with _settings.override(interpret=True):
-        ((out,), _) = fwd.forward(args, tile())
-        grads = bwd.backward(args, tile(), (), (), (dout,), frozenset({"inputs"}))
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(grads["inputs"], pull((dout,))[0], rtol=1e-5, atol=1e-6)
+    pooling_calls.assert_right(mean_pooling, call(**CALLS[name]), tile())
 
 
 def test_memory_is_read_and_written_in_16_bytes():
