@@ -105,15 +105,15 @@ def test_one_place_holds_several_priorities_best_first():
 
 
 def test_a_kernel_for_another_device_refuses_here():
-    kernel_registry.register(OP, "cuda", "gpu", priority=9)(constant(1))
-    assert kernel_registry.why_not(OP, canonical())["cuda/gpu@9"] == (
+    kernel_registry.register(OP, "cudnn", "gpu", priority=9)(constant(1))
+    assert kernel_registry.why_not(OP, canonical())["cudnn/gpu@9"] == (
         "needs a GPU; this call is for cpu"
     )
     choice = Executor().choose(FlashAttention(), Q, K, V)
     assert choice.implementation.name == "xla/any"
-    assert "cuda/gpu@9" in choice.refused
+    assert "cudnn/gpu@9" in choice.refused
     with pytest.raises(UnsupportedError, match="needs a GPU"):
-        run(platform="cuda")
+        run(platform="cudnn")
 
 
 def test_unregister_takes_a_kernel_out():
