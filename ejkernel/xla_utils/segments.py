@@ -11,6 +11,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int32, Shaped
 
+from ejkernel.xla_utils import search
+
 
 def as_integer_array(op: str, name: str, value: ArrayLike, axes: str) -> Array:
     """`value` as an array with one dimension per letter of `axes`, or an error naming both."""
@@ -61,7 +63,7 @@ def cu_seqlens_to_segment_ids(
     cu_seqlens = _as_cu_seqlens("cu_seqlens_to_segment_ids", "cu_seqlens", cu_seqlens)
     tokens = jnp.arange(length, dtype=jnp.int32)
     # side="right" skips empty sequences: their end is their start, so a later one owns the token
-    ids = jnp.searchsorted(cu_seqlens, tokens, side="right").astype(jnp.int32) - 1
+    ids = search.count_before(cu_seqlens, tokens) - 1
     return jnp.where(ids < cu_seqlens.size - 1, ids, -1)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.callib import cdiv
+from ejkernel.xla_utils import search
 
 
 class Groups(NamedTuple):
@@ -65,7 +66,7 @@ def _visits(
     step = jnp.arange(total, dtype=jnp.int32)
     real = step < ends[-1]
     step = jnp.minimum(step, ends[-1] - 1)
-    owner = jnp.searchsorted(ends, step, side="right").astype(jnp.int32)
+    owner = search.count_before(ends, step)
     j = step - (ends[owner] - counts[owner])
     group, block = at(owner, j)
     block = jnp.clip(block, 0, num_blocks - 1)
@@ -87,8 +88,8 @@ def by_block(groups: Groups, m: int, size: int) -> Visits:
     order = jnp.argsort(~some, stable=True).astype(jnp.int32)  # groups with rows come first
     start, stop = (jnp.where(some, x, m)[order] for x in groups)
     edge = jnp.arange(num_blocks, dtype=jnp.int32) * size
-    first = jnp.searchsorted(stop, edge, side="right").astype(jnp.int32)
-    after = jnp.searchsorted(start, jnp.minimum(edge + size, m), side="left").astype(jnp.int32)
+    first = search.count_before(stop, edge)
+    after = search.count_before(start, jnp.minimum(edge + size, m), inclusive=False)
     counts = jnp.maximum(after - first, 1)
     at = lambda owner, j: (order[jnp.minimum(first[owner] + j, count - 1)], owner)
     return _visits(counts, num_blocks + count, at, groups, size, num_blocks)

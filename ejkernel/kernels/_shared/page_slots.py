@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.xla_utils import dtypes
+from ejkernel.xla_utils import dtypes, search
 
 
 def slots(
@@ -48,7 +48,7 @@ def places(
     index = jnp.arange(lens.shape[0], dtype=jnp.int32)
     # sequences that do not count may start anywhere
     ends = jnp.where(index < count, starts[1:], tokens + 1)
-    owner = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+    owner = search.count_before(ends, token)
     real = (owner < jnp.minimum(count, lens.shape[0])) & (token >= starts[0])
     owner = jnp.minimum(owner, lens.shape[0] - 1)
     position = lens[owner] - (starts[owner + 1] - token)

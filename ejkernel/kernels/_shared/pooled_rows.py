@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.xla_utils import search
+
 
 class Rows(NamedTuple):
     """Output rows of packed sequences: consecutive runs of tokens."""
@@ -23,7 +25,7 @@ def make(args: Any) -> Rows:
     cuts = jnp.clip(args.cu_seqlens, 0, t)
     lengths = jnp.maximum(cuts[1:] - cuts[:-1], 0)
     token = jnp.arange(t, dtype=jnp.int32)
-    owner = jnp.searchsorted(cuts, token, side="right").astype(jnp.int32) - 1
+    owner = search.count_before(cuts, token) - 1
     inside = (owner >= 0) & (owner < num_sequences)
     owner = jnp.clip(owner, 0, num_sequences - 1)
     if args.chunk_size is None:
@@ -33,7 +35,7 @@ def make(args: Any) -> Rows:
     before = after + lengths // -size
     of_token = jnp.clip(before[owner] + (token - cuts[owner]) // size, 0, num_rows - 1)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(after, row, side="right"), num_sequences - 1)
+    sequence = jnp.minimum(search.count_before(after, row), num_sequences - 1)
     start = cuts[sequence] + (row - before[sequence]) * size
     stop = jnp.minimum(start + size, cuts[sequence + 1])
     count = jnp.where(row < after[-1], jnp.maximum(stop - start, 0), 0)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.xla_utils import search
+
 
 class Chunks:
     """Where tokens [b, t, …] go in [m, b, …, c, …]: m chunks of c tokens, no chunk of two rows."""
@@ -26,7 +28,7 @@ class Chunks:
         used = jnp.cumsum(-(-lengths // size), dtype=jnp.int32)  # chunks up to each sequence
         before = used + lengths // -size
         chunk, inside = (jnp.arange(n, dtype=jnp.int32) for n in (self.count, size))
-        self.sequence = jnp.searchsorted(used, chunk, side="right").astype(jnp.int32)
+        self.sequence = search.count_before(used, chunk)
         mine = jnp.minimum(self.sequence, rows - 1)
         self.first = chunk == before[mine]
         self.last = chunk == used[mine] - 1

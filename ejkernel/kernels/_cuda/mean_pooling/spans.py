@@ -11,6 +11,7 @@ import numpy as np
 
 from ejkernel.callib import cdiv
 from ejkernel.kernels._shared import pooled_rows
+from ejkernel.xla_utils import search
 
 
 class Rows(NamedTuple):
@@ -59,7 +60,7 @@ def slices(found: Rows, slice_t: int, tokens: int) -> Slices:
     num_rows = starts.shape[0]
     most = min(num_rows * cdiv(found.longest, slice_t), tokens // slice_t + num_rows)
     index = jnp.arange(most, dtype=jnp.int32)
-    row = jnp.searchsorted(after, index, side="right", method="scan_unrolled")
+    row = search.count_before(after, index)
     row = jnp.minimum(row, num_rows - 1)
     begin = jnp.minimum(starts[row] + (index - (after - count)[row]) * slice_t, stops[row])
     return Slices(begin, jnp.minimum(begin + slice_t, stops[row]), after - count, after)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.xla_utils import search
+
 
 class Chunks(NamedTuple):
     """How the tokens of a call are cut. The last three members are None unless packed."""
@@ -58,7 +60,7 @@ def cut(t: int, size: int, cu_seqlens: jax.Array | None, reverse: bool) -> tuple
     used = jnp.cumsum((lengths + size - 1) // size).astype(jnp.int32)
     place = jnp.arange(count, dtype=jnp.int32)
     # unrolled: a loop would be as many launches as it has steps
-    found = jnp.searchsorted(used, place, side="right", method="scan_unrolled")
+    found = search.count_before(used, place)
     sequence = jnp.minimum(found, rows - 1)
     used = jnp.concatenate([jnp.zeros(1, jnp.int32), used])
     return Chunks(t, count, reverse, size, ends, used, sequence.astype(jnp.int32)), count

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels._specs import native_sparse_attention as spec
-from ejkernel.xla_utils import segments
+from ejkernel.xla_utils import search, segments
 
 
 class Table(NamedTuple):
@@ -55,7 +55,7 @@ def make(args: Any) -> Table:
     done = own + ((position + 1) % args.block_size == 0).astype(own.dtype)
     block = jnp.arange(spec.num_blocks(args), dtype=jnp.int32)
     # unrolled: a loop would be as many launches as it has steps
-    found = jnp.searchsorted(after, block, side="right", method="scan_unrolled")
+    found = search.count_before(after, block)
     of_block = jnp.minimum(found, lengths.shape[0] - 1)
     start = cuts[of_block] + (block - before[of_block]) * size
     stop = jnp.minimum(start + size, cuts[of_block + 1])

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.xla_utils import search
+
 
 class Plan(NamedTuple):
     """Blocks of rows in order, none with rows of two groups; those from `count` on are empty."""
@@ -28,7 +30,7 @@ def make(args: Any, block_m: int) -> Plan:
     sizes = jnp.where(local, stops - starts, 0)
     last_block = jnp.cumsum(-(-sizes // block_m), dtype=jnp.int32)  # after the group's last
     blocks = jnp.arange(-(-m // block_m) + num_local, dtype=jnp.int32)
-    owner = jnp.searchsorted(last_block, blocks, side="right").astype(jnp.int32)
+    owner = search.count_before(last_block, blocks)
     owner = jnp.minimum(owner, stops.shape[0] - 1)
     before = last_block[owner] + sizes[owner] // -block_m  # blocks of the groups before
     start = starts[owner] + (blocks - before) * block_m

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._shared.products import wide
 from ejkernel.kernels._xla._blocks import loops, paging
 from ejkernel.kernels._xla.ragged_page_attention import config
+from ejkernel.xla_utils import search
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple[()]]:
@@ -67,7 +68,7 @@ class _Cuts(NamedTuple):
         self, index: jax.Array, size: int, tokens: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sequence [b], token [b, t] (`tokens` for none) and position [b, t] of blocks."""
-        owner = jnp.searchsorted(self.ends, index, side="right").astype(jnp.int32)
+        owner = search.count_before(self.ends, index)
         real = owner < self.ends.shape[0]
         owner = jnp.minimum(owner, self.ends.shape[0] - 1)
         before = self.ends[owner] - -(-self.counts[owner] // size)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejkernel.kernels._pallas.tpu._blocks import keys, tiles
 from ejkernel.kernels._pallas.tpu.page_attention import decode
 from ejkernel.kernels._pallas.tpu.ragged_page_attention import config, prefill
+from ejkernel.xla_utils import search
 
 
 class _Sequences(NamedTuple):
@@ -64,7 +65,7 @@ def _sequences(args: Any, num_tokens: int) -> _Sequences:
     counts = jnp.where(jnp.arange(counts.shape[0], dtype=jnp.int32) < args.num_seqs, counts, 0)
     room = args.block_tables.shape[1] * args.kv_pages.shape[1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(starts, token, side="right").astype(jnp.int32) - 1
+    owner = search.count_before(starts, token) - 1
     owner = jnp.clip(owner, 0, counts.shape[0] - 1)
     place = token - starts[owner]
     owned = (place >= 0) & (place < counts[owner])

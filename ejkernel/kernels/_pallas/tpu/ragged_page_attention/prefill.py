@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._pallas.tpu._blocks import cached, grid, heads, keys, tiles
+from ejkernel.xla_utils import search
 
 _FIELDS = 6  # of a block in the table
 
@@ -32,7 +33,7 @@ def blocks(
     context, left = spans
     ends = jnp.cumsum(-(-counts // size), dtype=jnp.int32)
     index = jnp.arange(number, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    owner = search.count_before(ends, index)
     real = owner < ends.shape[0]
     owner = jnp.minimum(owner, ends.shape[0] - 1)
     before = ends[owner] - -(-counts[owner] // size)
