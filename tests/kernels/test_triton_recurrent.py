@@ -134,10 +134,30 @@ def launches(args, cfg):
     return [eqn.params["launch"].kernel.__name__ for eqn in _triton_call.launches(jaxpr.jaxpr)]
 
 
-def test_a_step_is_one_launch():
-    args = make(both=True, t=8)
-    assert launches(args, SMALL) == ["recurrent_room_kernel", "recurrent_fwd_step_kernel"]
+@pytest.mark.parametrize("steps", [9, 7])
+def test_a_step_is_one_launch(steps):
+    """Three in the body of the loop, and those that are left over behind it."""
+    args, cfg = make(both=True, t=steps), dataclasses.replace(SMALL, unroll=3)
+    room, *found = launches(args, cfg)
+    assert room == "recurrent_room_kernel"
+    assert found == ["recurrent_fwd_step_kernel"] * (3 + steps % 3)
     assert launches(args, in_one_program(args)) == ["recurrent_fwd_kernel"]
+
+
+def test_the_loop_computes_no_numbers_of_steps():
+    """Each would be a launch of its own on a GPU: only the loop's own counter is added to."""
+    args = make(t=8)
+    jaxpr = jax.make_jaxpr(lambda args: entry().fn(args, SMALL))(args).jaxpr
+    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
+    body = loop.params["jaxpr" if loop.primitive.name == "scan" else "body_jaxpr"].jaxpr
+    numbers = [eqn.primitive.name for eqn in body.eqns if eqn.outvars[0].aval.shape == ()]
+    assert [name for name in numbers if name != "convert_element_type"] == ["add"]
+
+
+@pytest.mark.parametrize("unroll", [3, 16])
+def test_steps_that_are_no_multiple_of_the_loops_body(unroll):
+    cfg = dataclasses.replace(SMALL, unroll=unroll)
+    check(make("gru", b=2, d=3, t=7), cfg, cfg)
 
 
 def test_kernels_and_helpers_have_few_parameters():

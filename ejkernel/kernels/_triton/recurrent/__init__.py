@@ -25,6 +25,6 @@ kernel_registry.register(
     Backend.GPU,
     backward=bwd.backward,
     config=config,
-    version=1,
+    version=2,
     requires=_requires,
 )(fwd.forward)

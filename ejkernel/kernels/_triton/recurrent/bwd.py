@@ -87,14 +87,14 @@ def _load_kept(kept, at, layer, i):
     return u0, u1, u2, u3, b_h, b_c, dout
 
 
-@triton.jit(do_not_specialize=cells.UNSPECIALISED)
+@triton.jit(do_not_specialize=cells.STEP_UNSPECIALISED)
 def recurrent_bwd_step_kernel(
     weight, lengths, step, layer, kept, old, dh, dc, columns,
     BD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One step; `old` are the arrays that the outputs share their memory with."""
     at = cells.tile(layer, lengths, BD, BM)
-    k = tl.load(step)
+    k = cells.number(step)
     last = layer.steps - 1
     i = cells.step_of(layer, at.p, last - k)
     u0, u1, u2, u3, b_h, b_c, dout = _load_kept(kept, at, layer, i)
@@ -226,10 +226,10 @@ def _by_steps(made: call.Call, inputs: Any, starts: call.States) -> tuple[Any, A
         n: x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in room.items()
     }
 
-    def step(k: jax.Array, room: dict[str, Any]) -> dict[str, Any]:
+    def step(number: cells.Step, room: dict[str, Any]) -> dict[str, Any]:
         return triton_call(
             recurrent_bwd_step_kernel,
-            inputs=inputs | {"step": jnp.asarray(k, jnp.int32), "old": Carried(**room)},
+            inputs=inputs | {"step": number, "old": Carried(**room)},
             outputs=shapes,
             grid=made.grid(),
             aliases={n: f"old.{n}" for n, x in room.items() if x is not None},

@@ -30,6 +30,13 @@ class Layer(NamedTuple):
     PRECISION: tl.constexpr  # of products
 
 
+class Biases(NamedTuple):
+    """Biases [p, gates * d] in float32: of both projections, but for n of a GRU apart."""
+
+    outer: Any
+    inner: Any
+
+
 class Tile(NamedTuple):
     """Features and batch rows of a program, and their direction."""
 
@@ -42,6 +49,23 @@ class Tile(NamedTuple):
 
 # Ints that the code does not depend on: a call and its reduced twin share one compiled kernel.
 UNSPECIALISED = ("layer.batch", "layer.steps")
+
+
+class Step(NamedTuple):
+    """Which step a launch is: the loop counts bodies, of which each has `size` launches."""
+
+    body: Any  # int32, in memory
+    size: Any
+    offset: Any  # of the launch in its body
+
+
+STEP_UNSPECIALISED = (*UNSPECIALISED, "step.size", "step.offset")
+
+
+@triton.jit
+def number(step):
+    """The number of a step, from 0."""
+    return tl.load(step.body) * step.size + step.offset
 
 
 @triton.jit
@@ -139,20 +163,36 @@ def store_state(base, at, layer, x):
 
 
 @triton.jit
-def load_inner_bias(inner_bias, at, layer):
-    """The bias [BD, 1] of a GRU's n inside the reset, or zeros."""
-    if inner_bias is None:
+def _load_bias(bias, at, layer, unit):
+    """A unit [BD, 1] of biases [p, gates * d], or zeros."""
+    if bias is None:
         return tl.zeros([at.o_d.shape[0], 1], tl.float32)
     else:
-        p = inner_bias + at.p * layer.D + at.o_d
+        p = bias + (at.p * layer.GATES + unit) * layer.D + at.o_d
         return tl.load(p, mask=at.o_d < layer.D, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def kept_units(x0, x1, x2, x3, y0, y1, y2, y3, bias, layer):
-    """What a step keeps of the projections x of its input and y of the state."""
+def load_biases(biases, at, layer):
+    """What the sums of each gate's product begin with, and what a GRU's n adds to its input."""
+    s0 = _load_bias(biases.outer, at, layer, 0)
+    s1, s2, s3, more = s0, s0, s0, s0
+    if layer.GATES > 1:
+        s1 = _load_bias(biases.outer, at, layer, 1)
+        more = _load_bias(biases.outer, at, layer, 2)
+        s2 = more
+    if layer.GATES == 3:
+        s2 = _load_bias(biases.inner, at, layer, 2)
+    if layer.GATES > 3:
+        s3 = _load_bias(biases.outer, at, layer, 3)
+    return s0, s1, s2, s3, more
+
+
+@triton.jit
+def kept_units(x0, x1, x2, x3, y0, y1, y2, y3, more, layer):
+    """What a step keeps of the projections x of its input and y of the state, biases included."""
     if layer.CELL == "gru":
-        return x0 + y0, x1 + y1, x2, y2 + bias
+        return x0 + y0, x1 + y1, x2 + more, y2
     else:
         return x0 + y0, x1 + y1, x2 + y2, x3 + y3
 

@@ -27,7 +27,7 @@ class Config(_launch.LaunchConfig):
     block_d: int = 16
     block_b: int = 32
     block_k: int = 128
-    unroll: int = 4
+    unroll: int = 16
     one_program: bool = False
 
     def __post_init__(self) -> None:

@@ -33,11 +33,12 @@ class Carried(NamedTuple):
 
 @triton.jit
 def _products(
-    weight, factors, at, layer, half, BD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
-):
-    """Each gate's weights times the state, [BD, BM]."""
-    a0 = tl.zeros([BD, BM], tl.float32)
-    a1, a2, a3 = a0, a0, a0
+    weight, factors, s0, s1, s2, s3, at, layer, half,
+    BD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Each gate's weights times the state, [BD, BM]; sums begin with s0 to s3, [BD, 1]."""
+    a0, a1 = tl.broadcast_to(s0, [BD, BM]), tl.broadcast_to(s1, [BD, BM])
+    a2, a3 = tl.broadcast_to(s2, [BD, BM]), tl.broadcast_to(s3, [BD, BM])
     rows = weight + (at.p * layer.GATES * layer.D + at.o_d) * layer.D  # [BD, 1]
     state = factors + ((half * layer.DIRECTIONS + at.p) * layer.batch + at.o_b) * layer.D  # [1, BM]
     o_k = tl.arange(0, BK)
@@ -62,25 +63,25 @@ def _products(
     return a0, a1, a2, a3
 
 
-@triton.jit(do_not_specialize=cells.UNSPECIALISED)
+@triton.jit(do_not_specialize=cells.STEP_UNSPECIALISED)
 def recurrent_fwd_step_kernel(
-    x, weight, inner_bias, lengths, step, layer, old, factors, h, c, out, states, gates, cells_out,
+    x, weight, biases, lengths, step, layer, old, factors, h, c, out, states, gates, cells_out,
     BD: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One step; `old` are the arrays that the outputs share their memory with."""
     at = cells.tile(layer, lengths, BD, BM)
-    k = tl.load(step)
+    k = cells.number(step)
     i = cells.step_of(layer, at.p, k)
     x0, x1, x2, x3 = cells.load_units(x, at, layer, i, layer.GATES)
-    bias = cells.load_inner_bias(inner_bias, at, layer)
+    s0, s1, s2, s3, more = cells.load_biases(biases, at, layer)
     b_h = cells.load_state(h, at, layer)
     b_c = b_h
     if c is not None:
         b_c = cells.load_state(c, at, layer)
         cells.store_unit(cells_out, at, layer, i, 0, b_c, 1)
     cells.store_unit(states, at, layer, i, 0, b_h, 1)
-    y0, y1, y2, y3 = _products(weight, factors, at, layer, k % 2, BD, BM, BK)
-    u0, u1, u2, u3 = cells.kept_units(x0, x1, x2, x3, y0, y1, y2, y3, bias, layer)
+    y0, y1, y2, y3 = _products(weight, factors, s0, s1, s2, s3, at, layer, k % 2, BD, BM, BK)
+    u0, u1, u2, u3 = cells.kept_units(x0, x1, x2, x3, y0, y1, y2, y3, more, layer)
     cells.store_units(gates, at, layer, i, u0, u1, u2, u3)
     new_h, new_c = cells.advance(u0, u1, u2, u3, b_h, b_c, layer)
     seen = i < at.length
@@ -95,13 +96,13 @@ def recurrent_fwd_step_kernel(
 
 @triton.jit(do_not_specialize=cells.UNSPECIALISED)
 def recurrent_fwd_kernel(
-    x, weight, inner_bias, lengths, start, layer, h, c, out, states, gates, cells_out,
+    x, weight, biases, lengths, start, layer, h, c, out, states, gates, cells_out,
     BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """All steps of a block of batch rows; BD is at least all features."""
     at = cells.tile(layer, lengths, BD, BM)
     w0, w1, w2, w3 = call.load_weights(weight, at.p, layer, BD, False)  # [BD, BD]
-    bias = cells.load_inner_bias(inner_bias, at, layer)
+    s0, s1, s2, s3, more = cells.load_biases(biases, at, layer)
     b_h = cells.load_state(start.h, at, layer)
     b_c = b_h
     if c is not None:
@@ -117,15 +118,15 @@ def recurrent_fwd_kernel(
         if c is not None:
             cells.store_unit(cells_out, at, layer, i, 0, b_c, 1)
         factor = b_h.to(weight.dtype.element_ty)
-        zero = tl.zeros([BD, BM], tl.float32)
-        y0 = tl.dot(w0, factor, zero, input_precision=layer.PRECISION)
-        y1, y2, y3 = zero, zero, zero
+        y0, y1 = tl.broadcast_to(s0, [BD, BM]), tl.broadcast_to(s1, [BD, BM])
+        y2, y3 = tl.broadcast_to(s2, [BD, BM]), tl.broadcast_to(s3, [BD, BM])
+        y0 = tl.dot(w0, factor, y0, input_precision=layer.PRECISION)
         if layer.GATES > 1:
-            y1 = tl.dot(w1, factor, zero, input_precision=layer.PRECISION)
-            y2 = tl.dot(w2, factor, zero, input_precision=layer.PRECISION)
+            y1 = tl.dot(w1, factor, y1, input_precision=layer.PRECISION)
+            y2 = tl.dot(w2, factor, y2, input_precision=layer.PRECISION)
         if layer.GATES > 3:
-            y3 = tl.dot(w3, factor, zero, input_precision=layer.PRECISION)
-        u0, u1, u2, u3 = cells.kept_units(x0, x1, x2, x3, y0, y1, y2, y3, bias, layer)
+            y3 = tl.dot(w3, factor, y3, input_precision=layer.PRECISION)
+        u0, u1, u2, u3 = cells.kept_units(x0, x1, x2, x3, y0, y1, y2, y3, more, layer)
         cells.store_units(gates, at, layer, i, u0, u1, u2, u3)
         new_h, new_c = cells.advance(u0, u1, u2, u3, b_h, b_c, layer)
         seen = i < at.length
@@ -143,7 +144,6 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
     made = call.Call(args, cfg)
     if 0 in args.inputs.shape[:2]:
         return made.nothing()
-    d = args.w_hh.shape[2]
     is_lstm = args.cell is not None
     outputs = {
         "out": made.of_steps(1, args.inputs.dtype),
@@ -151,11 +151,10 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         "gates": made.of_steps(made.layer.KEPT),
         "cells_out": made.of_steps(1) if is_lstm else None,
     }
-    first, inner = shared.biases(args)
     inputs = {
-        "x": made.projections(first),
+        "x": made.projections(),
         "weight": args.w_hh.astype(made.dtype),
-        "inner_bias": None if inner is None else inner[:, 2 * d :],
+        "biases": cells.Biases(*shared.biases(args)),
         "lengths": args.lengths,
         "layer": made.layer,
     }
@@ -190,11 +189,11 @@ def _by_steps(made: call.Call, inputs: Any, outputs: Any) -> dict[str, jax.Array
     }
     members = {"cells_out": "cells"}
 
-    def step(k: jax.Array, room: dict[str, Any]) -> dict[str, Any]:
+    def step(number: cells.Step, room: dict[str, Any]) -> dict[str, Any]:
         old = Carried(**{members.get(n, n): x for n, x in room.items()})
         return triton_call(
             recurrent_fwd_step_kernel,
-            inputs=inputs | {"step": jnp.asarray(k, jnp.int32), "old": old},
+            inputs=inputs | {"step": number, "old": old},
             outputs=shapes,
             grid=made.grid(),
             aliases={n: f"old.{members.get(n, n)}" for n, x in room.items() if x is not None},
