@@ -11,16 +11,13 @@ from typing import Any
 
 import jax
 
-from ejkernel.aot import _mosaic
+from ejkernel.aot import _mosaic, _xla_gpu
 from ejkernel.aot._reports import KernelReport
 from ejkernel.aot._targets import Target
 from ejkernel.callib import _cuda_build, _cuda_call, _triton_call, _triton_compile
 from ejkernel.kernels._registry import KernelEntry, Platform
 
-_REFUSALS = {
-    Platform.XLA: "XLA compiles for a GPU only where one is",
-    Platform.CUDNN: "cuDNN builds its kernels on the GPU itself",
-}
+_CUDNN = "cuDNN builds its kernels on the GPU itself"
 
 
 class Compiler:
@@ -30,7 +27,9 @@ class Compiler:
 
     def __init__(self, target: Target):
         self._target = _triton_compile.GpuTarget.parse(str(target))
-        self._why_no_mosaic, self._is_mosaic = _mosaic.why_not(target), False
+        self._why_no_mosaic = _mosaic.why_not(target)
+        self._why_no_xla = _xla_gpu.why_not(target, "XLA's programs are")
+        self._platform: Platform | None = None
 
     def expect(self, entries: Sequence[KernelEntry]) -> None:
         """What comes; all kernels are alike to Triton."""
@@ -42,27 +41,34 @@ class Compiler:
             if self._target.backend != "cuda":
                 return "CUDA sources are compiled for GPUs of NVIDIA alone"
             return _cuda_build.why_not(f"sm_{self._target.arch}")
-        return _REFUSALS.get(entry.platform)
+        if entry.platform == Platform.XLA:
+            return self._why_no_xla
+        return _CUDNN if entry.platform == Platform.CUDNN else None
 
     @contextlib.contextmanager
     def tracing(self, entry: KernelEntry) -> Iterator[None]:
         """Around all that is traced and compiled of an entry."""
-        self._is_mosaic = entry.platform == Platform.PALLAS
-        with _mosaic.tracing() if self._is_mosaic else contextlib.nullcontext():
+        self._platform = entry.platform
+        is_mosaic = entry.platform == Platform.PALLAS
+        with _mosaic.tracing() if is_mosaic else contextlib.nullcontext():
             yield
 
     def compile(
         self, fn: Callable[..., Any], inputs: tuple[Any, ...], known: dict[str, Any]
     ) -> dict[str, Any]:
-        """The kernels that a program launches."""
-        if self._is_mosaic:
-            return {"kernels": _mosaic.kernels(fn, inputs)}
+        """The kernels of a program, and numbers of all of it where XLA compiles it too."""
+        if self._platform == Platform.PALLAS:
+            return _mosaic.program(fn, inputs)
         jaxpr = jax.make_jaxpr(fn)(*inputs).jaxpr
-        sources = dict.fromkeys(call.source for call in _cuda_call.calls(jaxpr))
-        arch = f"sm_{self._target.arch}"
-        found = [kernel for source in sources for kernel in _cuda_build.usage(source, arch)]
-        reports = [KernelReport(**dataclasses.asdict(kernel)) for kernel in found]
-        return {"kernels": reports + [self._kernel(eqn) for eqn in _triton_call.launches(jaxpr)]}
+        if sources := dict.fromkeys(call.source for call in _cuda_call.calls(jaxpr)):
+            arch = f"sm_{self._target.arch}"
+            found = [kernel for source in sources for kernel in _cuda_build.usage(source, arch)]
+            return {"kernels": [KernelReport(**dataclasses.asdict(kernel)) for kernel in found]}
+        made = {"kernels": [self._kernel(eqn) for eqn in _triton_call.launches(jaxpr)]}
+        if self._why_no_xla is None:
+            with _triton_call.lower_for(self._target):
+                made |= _xla_gpu.numbers(_xla_gpu.compiled(fn, inputs))
+        return made
 
     def _kernel(self, eqn: Any) -> KernelReport:
         avals = [v.aval for v in eqn.invars]

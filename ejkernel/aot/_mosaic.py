@@ -1,7 +1,6 @@
 """Mosaic GPU kernels compiled for an H200 that is not here, by JAX's plugin for CUDA."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import tempfile
@@ -9,27 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
+from ejkernel.aot import _xla_gpu
 from ejkernel.aot._reports import KernelReport
 
-_TARGET = "cuda:sm_90"
-# What XLA asks a GPU when it has one, of an H200.
-_DEVICE = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 threads_per_warp: 32
-  threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  clock_rate_ghz: 1.98 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  device_memory_size: 151397597184
-}
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 8 }
-"""
 # what ptxas says of a kernel; its name is the same for all
 _USAGE = re.compile(r"(\d+) bytes stack frame[^\n]*\n[^\n]*Used (\d+) registers")
 _SERIALISED = re.compile(r"C751\d")  # ptxas's notes that products run one after the other
@@ -37,30 +19,19 @@ _SERIALISED = re.compile(r"C751\d")  # ptxas's notes that products run one after
 
 def why_not(target: Any) -> str | None:
     """Why Mosaic kernels are not compiled for a target here; None when they are."""
-    if str(target) != _TARGET:
-        return f"Mosaic GPU kernels are compiled for {_TARGET} alone"
-    if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        return "Mosaic GPU kernels need JAX's plugin for CUDA here: pip install 'jax[cuda13]'"
-    return None
+    return _xla_gpu.why_not(target, "Mosaic GPU kernels are")
 
 
-def kernels(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> list[KernelReport]:
-    """The kernels that a program launches, in the order in which they are compiled.
+def program(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """The numbers of a program, its kernels in the order in which they are compiled.
 
     To be called inside `tracing`.
     """
-    from jax.experimental import topologies
-
     os.putenv("MOSAIC_GPU_DUMP_PTXAS", "1")  # read where C reads it
-    (device,) = topologies.get_topology_desc(
-        platform="cuda", topology_name="gpu", topology="1x1x1", target_config=_DEVICE
-    ).devices
-    place = SingleDeviceSharding(device)
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs)
     with _printed() as said:
-        jax.jit(fn).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+        made = _xla_gpu.compiled(fn, inputs)
         text = said()
-    return reports(text)
+    return {"kernels": reports(text)} | _xla_gpu.numbers(made)
 
 
 def reports(text: str) -> list[KernelReport]:

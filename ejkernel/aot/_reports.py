@@ -1,6 +1,7 @@
 """What a compiler said about a kernel, as plain values, a table and JSON."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,8 +40,9 @@ class Report:
     version: int = 1
     seconds: float = 0.0
     kernels: tuple[KernelReport, ...] = ()
-    argument_bytes: int | None = None  # of the whole program; TPU
+    argument_bytes: int | None = None  # of the whole program
     temp_bytes: int | None = None
+    launches: int | None = None  # of kernels and copies, XLA's own too; GPU
     flops: float | None = None  # XLA's count, which sees no kernel
     bytes_accessed: float | None = None
     call: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # as tuned tables know it
@@ -124,10 +126,16 @@ def _rows(report: Report) -> list[list[str]]:
     elif report.status == FAILED:
         result = f"FAILED: {report.reason}"
     rows = []
-    for kernel in report.kernels or (KernelReport(name=_program_text(report)),):
+    # steps of a loop that is written out launch one kernel several times
+    kernels = [(kernel, len(list(same))) for kernel, same in itertools.groupby(report.kernels)]
+    for kernel, count in kernels or ((KernelReport(name=_program_text(report)), 1),):
         cells = _tpu_cells(kernel) if report.target.startswith("tpu") else _gpu_cells(kernel)
-        rows.append([*first, kernel.name, *cells, result])
+        name = kernel.name if count == 1 else f"{kernel.name} ({count} times)"
+        rows.append([*first, name, *cells, result])
         first, result = ["", "", ""], ""
+    if report.kernels and report.launches is not None:
+        total = f"in all: {_launches(report)}, {_size(report.temp_bytes)} of temporaries"
+        rows.append([*first, total, *[""] * (len(rows[0]) - 4)])
     return rows
 
 
@@ -135,11 +143,17 @@ def _program_text(report: Report) -> str:
     if report.temp_bytes is None:
         return ""
     text = f"XLA's own: {_size(report.temp_bytes)} of temporaries"
+    if report.launches is not None:
+        text += f", {_launches(report)}"
     if report.flops:
         text += f", {report.flops / 1e9:.3g} GFLOP"
     if report.bytes_accessed:
         text += f", {_size(int(report.bytes_accessed))} moved"
     return text
+
+
+def _launches(report: Report) -> str:
+    return f"{report.launches} launch{'' if report.launches == 1 else 'es'}"
 
 
 def _gpu_cells(kernel: KernelReport) -> list[str]:

@@ -40,7 +40,7 @@ def test_a_gpu():
     lines = []
     reports = aot.compile(
         "flash_attention",
-        targets=["cuda:sm_90"],
+        targets=["cuda:sm_80"],
         call=SMALL | {"causal": True},
         progress=lambda target, text: lines.append((target, text)),
     )
@@ -58,14 +58,14 @@ def test_a_gpu():
     assert flops[1] is None  # it depends on the numbers
     assert flops[2:] == [2 * flops[0], 1.5 * flops[0]]
     assert "needs a TPU" in made["pallas/tpu", "forward"].reason
-    assert "only where one is" in made["xla/any", "forward"].reason
+    assert "cuda:sm_90 alone" in made["xla/any", "forward"].reason
     assert {r.status for r in reports} == {"compiled", "refused"}
     assert sorted(text.partition(" ")[2] for _, text in lines) == [
         "triton/gpu backward",
         "triton/gpu forward",
     ]
     text = aot.format_table(reports)
-    assert "flash_attention for cuda:sm_90" in text
+    assert "flash_attention for cuda:sm_80" in text
     assert "registers" in text
     again = [aot.Report.from_dict(plain) for plain in json.loads(aot.to_json(reports))]
     assert again == reports
