@@ -8,11 +8,14 @@ import pytest
 from ejkernel.xla_utils import search
 
 
-@pytest.fixture(params=["cpu", "default"])
+@pytest.fixture(params=["cpu", "few", "many"])
 def branch(request, monkeypatch):
-    """Runs the code for CPUs, or the one for other devices."""
-    pick = lambda *args, **branches: branches[request.param](*args)
+    """Runs the code for CPUs, or one of those for other devices."""
+    name = "cpu" if request.param == "cpu" else "default"
+    pick = lambda *args, **branches: branches[name](*args)
     monkeypatch.setattr(jax.lax, "platform_dependent", pick)
+    if request.param == "many":
+        monkeypatch.setattr(search, "_MOST_PAIRS", -1)
 
 
 @pytest.mark.parametrize("inclusive", [True, False])
@@ -40,7 +43,8 @@ def test_mapped():
 
 
 @pytest.mark.parametrize(("platform", "is_loop"), [("cpu", True), ("cuda", False), ("tpu", False)])
-def test_a_loop_on_cpus_alone(platform, is_loop):
-    shapes = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (9, 100))
+@pytest.mark.parametrize("sizes", [(9, 100), (1025, 65536)])
+def test_a_loop_on_cpus_alone(platform, is_loop, sizes):
+    shapes = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in sizes)
     program = jax.jit(search.count_before).trace(*shapes).lower(lowering_platforms=(platform,))
     assert ("stablehlo.while" in program.as_text()) == is_loop

@@ -27,7 +27,7 @@ class Config:
             if not isinstance(value, int) or value < 1 or value & (value - 1):
                 raise ValueError(f"`Config`: {name}={value!r} must be a positive power of two.")
 
-    def launch(self) -> dict[str, int]:
+    def launch(self) -> dict[str, Any]:
         """Attributes of both handlers."""
         return {"threads": 32 * self.num_warps, "block_w": self.block_w}
 
