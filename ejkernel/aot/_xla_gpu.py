@@ -37,14 +37,18 @@ def why_not(target: Any, what: str) -> str | None:
     return None
 
 
-def compiled(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-    """A program for an H200."""
+def devices(count: int) -> list[Any]:
+    """H200s of one machine, to compile for."""
     from jax.experimental import topologies
 
-    (device,) = topologies.get_topology_desc(
-        platform="cuda", topology_name="gpu", topology="1x1x1", target_config=_DEVICE
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="gpu", topology=f"1x1x{count}", target_config=_DEVICE
     ).devices
-    place = SingleDeviceSharding(device)
+
+
+def compiled(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    """A program for an H200."""
+    place = SingleDeviceSharding(devices(1)[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), inputs)
     return jax.jit(fn).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
 

@@ -14,7 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _device
+from ejkernel.aot import _targets, _xla_gpu
 from ejkernel.callib import _pallas, _triton_call
+from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import FlashAttention, MLAAttention, flash_attention, mla_attention
@@ -320,6 +322,52 @@ def test_one_device_needs_no_rule(gpu, name):
     text = jax.jit(run).lower(xs).as_text()
     assert "CustomSPMDPartitioning" not in text
     assert gpu
+
+
+def triton_ops():
+    return [
+        op
+        for op in kernel_registry.ops()
+        if op not in WHOLE | {"ring_attention"}
+        and any(entry.name == "triton/gpu" for entry in kernel_registry.list(op))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", triton_ops())
+def test_xla_cuts_tritons_kernels_for_gpus(op):
+    """As XLA compiles them for two H200s, where JAX's plugin for CUDA is installed."""
+    pytest.importorskip("triton")
+    if reason := _xla_gpu.why_not(_targets.parse("cuda:sm_90"), "programs are"):
+        pytest.skip(reason)
+    mesh = Mesh(np.array(_xla_gpu.devices(2)), ("ring",), axis_types=(AxisType.Auto,))
+    args, layout, split = divisible(op, mesh)
+    entry = next(e for e in kernel_registry.list(op) if e.name == "triton/gpu")
+    if reason := entry.why_not(args):
+        pytest.skip(f"the first case that two devices split: {reason}")
+    placed = {
+        n: jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            sharding=NamedSharding(mesh, sharding._spec(x.shape, layout.arrays[n], layout, split)),
+        )
+        for n, x in args.arrays().items()
+    }
+    names = sorted(args.arrays().keys() & kernel_registry.spec(op).differentiable)
+    made = entry.implementation(partitioned.GPU)
+
+    def program(xs):
+        run = lambda xs: partitioned.outputs_of(made, op, args.with_arrays(xs))
+        if entry.backward is None:
+            return run(xs)
+        return partitioned.answers(run, xs, names)
+
+    # a partition is lowered when the program is compiled
+    with _triton_call.lower_for(GpuTarget("cuda", 90)):
+        lowered = jax.jit(program).trace(placed).lower(lowering_platforms=("cuda",))
+        text = lowered.compile().as_text()
+    assert "triton_kernel_call" in text
+    assert not re.findall(r"= (\S+) all-gather", text)
 
 
 def tpus():
