@@ -12,7 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import _settings
-from ejkernel.callib import _pallas
+from ejkernel.aot import _targets, _xla_gpu
+from ejkernel.callib import _pallas, _triton_call
+from ejkernel.callib._triton_compile import GpuTarget
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._cudnn.flash_attention import private
@@ -280,6 +282,28 @@ def test_a_ring_of_four_tpus_compiles(layout, without_jax_cache):
     # one kernel forward and two backward, of pairs on the diagonal and of whole ones, at the first
     # step, in the loop, and at the last step
     assert program.count('custom_call_target="tpu_custom_call"') >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_ring_of_four_gpus_compiles(layout):
+    """With Triton's kernels, by XLA for H200s, where JAX's plugin for CUDA is installed."""
+    pytest.importorskip("triton")
+    if reason := _xla_gpu.why_not(_targets.parse("cuda:sm_90"), "programs are"):
+        pytest.skip(reason)
+    mesh = Mesh(np.array(_xla_gpu.devices(4)), ("ring",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, RING))
+
+    def loss(*xs):
+        options = {"strategy": "ring", "layout": layout, "platform": "triton", "mesh": mesh}
+        return ring_attention(*xs, causal=True, **options).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh), _triton_call.lower_for(GpuTarget("cuda", 90)):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x)
+        program = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert "collective-permute" in program
+    assert "all-gather" not in program
+    assert program.count("triton_kernel_call") >= 4
 
 
 # cuDNN, which only a GPU has: the schedule around a stand-in for its two primitives
