@@ -335,7 +335,7 @@ def triton_ops():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", triton_ops())
-def test_xla_cuts_tritons_kernels_for_gpus(op):
+def test_xla_cuts_tritons_kernels_for_gpus(op, without_jax_cache):
     """As XLA compiles them for two H200s, where JAX's plugin for CUDA is installed."""
     pytest.importorskip("triton")
     if reason := _xla_gpu.why_not(_targets.parse("cuda:sm_90"), "programs are"):

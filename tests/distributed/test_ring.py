@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +287,7 @@ def test_a_ring_of_four_tpus_compiles(layout, without_jax_cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_ring_of_four_gpus_compiles(layout):
+def test_a_ring_of_four_gpus_compiles(layout, without_jax_cache):
     """With Triton's kernels, by XLA for H200s, where JAX's plugin for CUDA is installed."""
     pytest.importorskip("triton")
     if reason := _xla_gpu.why_not(_targets.parse("cuda:sm_90"), "programs are"):
@@ -304,6 +305,13 @@ def test_a_ring_of_four_gpus_compiles(layout):
     assert "collective-permute" in program
     assert "all-gather" not in program
     assert program.count("triton_kernel_call") >= 4
+    transfers = re.findall(
+        r"(collective-permute-start\S*) = (.*?) collective-permute-done\(", program, re.DOTALL
+    )
+    assert transfers
+    # each is under way while a block is computed: XLA has one at a time
+    for name, meanwhile in transfers:
+        assert re.search(r" (while|conditional|custom-call)\(", meanwhile), name
 
 
 # cuDNN, which only a GPU has: the schedule around a stand-in for its two primitives

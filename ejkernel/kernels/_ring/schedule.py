@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.kernels import _attention
-from ejkernel.kernels._registry import KernelEntry, Platform, kernel_registry
+from ejkernel.kernels._registry import Backend, KernelEntry, Platform, kernel_registry
+from ejkernel.kernels._ring import packed
 from ejkernel.kernels._ring.plan import Kind, Plan
 from ejkernel.kernels._specs.merge_attention_states import MergeAttentionStatesArgs
 from ejkernel.kernels._specs.ring_attention import RingAttentionArgs, as_flash
@@ -39,7 +40,7 @@ Visit = Callable[[Kind, _At, Any, Any], Any]
 
 def forward(args: RingAttentionArgs, cfg: Any, inner: KernelEntry) -> Any:
     """Outputs and residuals of `ring_attention`."""
-    ring = Ring(args)
+    ring = Ring(args, inner)
     (batch, t, heads, _), width = args.query.shape, args.value.shape[-1]
     dtype = dtypes.wide(args.query.dtype)
     out, lse = jnp.zeros((batch, t, heads, width), dtype), _sinks(args, dtype)
@@ -69,7 +70,7 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    ring = Ring(args)
+    ring = Ring(args, inner)
     plan, dtype = ring.plan, dtypes.wide(args.query.dtype)
     always = {"query", "key", "value"}
     parts = frozenset(always | ({"bias", "softmax_scale"} & wanted))
@@ -115,8 +116,9 @@ def backward(
 class Ring:
     """One device's view of the ring."""
 
-    def __init__(self, args: RingAttentionArgs):
+    def __init__(self, args: RingAttentionArgs, inner: KernelEntry):
         self.args, self.plan = args, Plan.of(args)
+        self._packs = inner.backend == Backend.GPU
         single = self.plan.devices == 1
         self.index = np.int32(0) if single else jax.lax.axis_index(args.axis_name)
 
@@ -130,22 +132,30 @@ class Ring:
         if by % count == 0:
             return tree
         pairs = [(device, (device + by) % count) for device in range(count)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.args.axis_name, pairs), tree)
+        together, apart = self._packing(tree)
+        send = lambda x: jax.lax.ppermute(x, self.args.axis_name, pairs)
+        return apart(jax.tree.map(send, together(tree)))
 
     def tour(self, visit: Visit, keys: Any, state: Any, sums: Any) -> tuple[Any, Any]:
         """Visits all keys; `state` stays here, `sums`, zeros at first, are the keys' own."""
         last = self.plan.last
+        if not last:
+            return self._meet(visit, range(1), 0, keys, (state, sums))
+        together, apart = self._packing(keys)
+        add_up, whole = self._packing(sums)
+        keys = together(keys)
 
         def meet(steps: range, step: Any, keys: Any, state: Any) -> tuple[Any, Any]:
-            return self._meet(visit, steps, step, keys, (state, sums))
+            state, parts = self._meet(visit, steps, step, apart(keys), (state, sums))
+            return state, add_up(parts)
 
         # what travels is under way while the block at hand is computed
-        upcoming = self.shift(keys) if last else keys
+        upcoming = self.shift(keys)
         state, carried = meet(range(1), 0, keys, state)
 
         def step(r: Any, carry: Any) -> Any:
             keys, state, carried = carry
-            upcoming, arrived = self.shift(keys), self.shift(carried)
+            upcoming, arrived = self.shift((keys, carried))
             state, parts = meet(range(1, last), r, keys, state)
             return upcoming, state, jax.tree.map(jnp.add, arrived, parts)
 
@@ -153,11 +163,17 @@ class Ring:
             carry = (upcoming, state, carried)
             carry = jax.lax.fori_loop(np.int32(1), np.int32(last), step, carry)
             upcoming, state, carried = carry
-        if last:
-            arrived = self.shift(carried)
-            state, parts = meet(range(last, last + 1), last, upcoming, state)
-            carried = jax.tree.map(jnp.add, arrived, parts)
-        return state, self.shift(carried, -last)
+        arrived = self.shift(carried)
+        state, parts = meet(range(last, last + 1), last, upcoming, state)
+        carried = jax.tree.map(jnp.add, arrived, parts)
+        return state, whole(self.shift(carried, -last))
+
+    def _packing(self, tree: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """How arrays become one that travels, and how it becomes arrays again."""
+        if not self._packs or len(jax.tree.leaves(tree)) < 2:
+            return (lambda tree: tree), (lambda tree: tree)
+        made = packed.Packing(tree)
+        return made.join, made.split
 
     def _meet(self, visit: Visit, steps: range, step: Any, keys: Any, state: Any) -> Any:
         """Visits every pair of chunks of one step; `steps` are those that run this code."""
