@@ -1,0 +1,81 @@
+"""Launches of the two grouped products."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.callib import cdiv
+from ejkernel.kernels._pallas.gpu._blocks import launch
+from ejkernel.kernels._pallas.gpu.grouped_matmul import config, rows, sums
+from ejkernel.kernels._shared import groups
+
+
+def multiply(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group: groups.Groups,
+    cfg: config.Config,
+    *,
+    transpose_rhs: bool,
+    dtype: Any,
+    existing: jax.Array | None = None,
+) -> jax.Array:
+    """[m, n]: each row of `lhs` times its group's matrix; other rows from `existing`, or 0."""
+    (m, inner), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
+    cfg = config.fitted(cfg, columns)
+    kernel = rows.Kernel(cfg, lhs.dtype, jnp.dtype(dtype), inner, columns, transpose_rhs)
+
+    @sequential_vmap
+    def run(
+        lhs: jax.Array, rhs: jax.Array, start: jax.Array, stop: jax.Array, *existing: jax.Array
+    ) -> jax.Array:
+        table = rows.tiles(groups.Groups(start, stop), m, cfg.block_m, not existing)
+        length, width = _rows(m, cfg.block_m, cfg.rows), _columns(columns, cfg.block_n)
+        lhs = _padded(lhs, length, inner)
+        size = (rhs.shape[0], width, inner) if transpose_rhs else (rhs.shape[0], inner, width)
+        arrays = [lhs, _padded(rhs, *size), *table]
+        into = _padded(existing[0], length, width) if existing else None
+        return kernel.launch(arrays, (length, width), into)[:m, :columns]
+
+    return run(lhs, rhs, *group, *(() if existing is None else (existing,)))
+
+
+def outer(
+    left: jax.Array, right: jax.Array, group: groups.Groups, cfg: config.Config, dtype: Any
+) -> jax.Array:
+    """[g, i, j]: for each group the sum over its rows of left row times right row."""
+    (m, num_i), num_j, count = left.shape, right.shape[1], group.start.shape[0]
+    cfg = config.fitted(cfg, num_j, num_i)
+    kernel = sums.Kernel(cfg, left.dtype, jnp.dtype(dtype), num_i, num_j, count)
+
+    @sequential_vmap
+    def run(left: jax.Array, right: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+        length = _rows(m, cfg.block_k, cfg.block_k)
+        i, j = _columns(num_i, cfg.block_m), _columns(num_j, cfg.block_n)
+        arrays = [_padded(left, length, i), _padded(right, length, j), start, stop]
+        return kernel.launch(arrays, (count, i, j))[:, :num_i, :num_j]
+
+    return run(left, right, *group)
+
+
+# The interpreter takes no part of a tile, which TMA fills with zeros and leaves unwritten.
+
+
+def _rows(m: int, block: int, least: int) -> int:
+    """Rows of an array that TMA copies, from any multiple of eight on."""
+    if launch.interpreted():
+        return cdiv(m, rows.TILE_ROWS) * rows.TILE_ROWS + block
+    return max(cdiv(m, rows.TILE_ROWS) * rows.TILE_ROWS, least)
+
+
+def _columns(n: int, block: int) -> int:
+    return cdiv(n, block) * block if launch.interpreted() else n
+
+
+def _padded(x: jax.Array, *shape: int) -> jax.Array:
+    """Zeros behind an array; usual sizes need none."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, size - old) for old, size in zip(x.shape, shape, strict=True)])
