@@ -34,7 +34,8 @@ def test_what_compilers_print():
         os.write(2, SAID.encode())
         text = said()
     assert text.startswith("to one\n")
-    (kernel,) = _mosaic.reports(text)
+    harmless = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 422 by compiler"
+    (kernel,) = _mosaic.reports(f"{harmless}\n{text}")
     assert (kernel.registers, kernel.spill_bytes) == (168, 160)
     for note in ("C7512", "C7513"):
         with pytest.raises(RuntimeError, match=f"serialises.*{note}"):
