@@ -10,6 +10,7 @@ from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.gpu._blocks import launch
 from ejkernel.kernels._pallas.gpu.grouped_matmul import config, rows, sums
 from ejkernel.kernels._shared import groups
+from ejkernel.xla_utils import manual
 
 
 def multiply(
@@ -24,6 +25,12 @@ def multiply(
 ) -> jax.Array:
     """[m, n]: each row of `lhs` times its group's matrix; other rows from `existing`, or 0."""
     (m, inner), columns = lhs.shape, rhs.shape[1 if transpose_rhs else 2]
+    given = (lhs, rhs, *group, *(() if existing is None else (existing,)))
+    if existing is not None and any(map(manual.varying_axes, given)):
+        # JAX allows no refs to arrays that differ over a mesh, which the kernel would update
+        options = {"transpose_rhs": transpose_rhs, "dtype": dtype}
+        made = multiply(lhs, rhs, group, cfg, **options)
+        return jnp.where(group.owned(m)[:, None], made, existing)
     cfg = config.fitted(cfg, columns)
     kernel = rows.Kernel(cfg, lhs.dtype, jnp.dtype(dtype), inner, columns, transpose_rhs)
 
@@ -39,7 +46,7 @@ def multiply(
         into = _padded(existing[0], length, width) if existing else None
         return kernel.launch(arrays, (length, width), into)[:m, :columns]
 
-    return run(lhs, rhs, *group, *(() if existing is None else (existing,)))
+    return run(*given)
 
 
 def outer(
