@@ -39,8 +39,8 @@ class AbstractKernel:
         """Tiles of the result."""
         raise NotImplementedError
 
-    def tile(self, refs: Any, index: Any) -> Any:
-        """The tile with a number; its field `steps` counts the tiles of factors that it takes."""
+    def tile(self, refs: Any, index: Any, total: Any) -> Any:
+        """The tile with a number of `total`; `steps` of it counts the tiles of factors it takes."""
         raise NotImplementedError
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -112,15 +112,19 @@ class AbstractKernel:
 
     def _tiles(self, refs: Any, visit: Any) -> None:
         """Calls visit(tile, first) for each tile of a program; `first` counts steps before it."""
-        cta, programs = lax.axis_index("cta"), self.cfg.num_programs
+        cta, programs, total = lax.axis_index("cta"), self.cfg.num_programs, self.num_tiles(refs)
 
-        def one(i: Any, first: Any) -> Any:
-            tile = self.tile(refs, cta + i * programs)
+        def numbered(i: Any) -> Any:
+            return self.tile(refs, jnp.clip(cta + i * programs, 0, total - 1), total)
+
+        def one(i: Any, carry: Any) -> Any:
+            first, tile = carry
+            ahead = numbered(i + 1)  # read before it is needed
             visit(tile, first)
-            return first + tile.steps
+            return first + tile.steps, ahead
 
-        rounds = lax.div(self.num_tiles(refs) - cta + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, rounds, one, jnp.int32(0))
+        rounds = lax.div(total - cta + programs - 1, jnp.int32(programs))
+        lax.fori_loop(0, rounds, one, (jnp.int32(0), numbered(0)))
 
     def _slot(self, count: Any) -> Any:
         return lax.rem(count, jnp.int32(self.cfg.num_stages))
@@ -202,6 +206,6 @@ def banded(index: Any, num_rows: Any, num_columns: int, band: int) -> tuple[Any,
     """
     across = jnp.int32(band * num_columns)
     top = lax.div(index, across) * band
-    height = jnp.minimum(num_rows - top, band)
+    height = jnp.clip(num_rows - top, 1, band)  # there may be no row at all
     rest = lax.rem(index, across)
     return top + lax.rem(rest, height), lax.div(rest, height)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,7 +33,7 @@ class Tile(NamedTuple):
 
 
 def tiles(rows: groups.Groups, m: int, size: int, every_row: bool) -> tuple[jax.Array, jax.Array]:
-    """Matrix, first row, low, high and whether there is a matrix of each tile [5, t]; their number.
+    """Matrix, first row, low, high and whether there is a matrix of each tile [t, 5]; their number.
 
     Rows without a matrix have tiles of their own with `every_row`, else none.
     """
@@ -55,7 +56,8 @@ def tiles(rows: groups.Groups, m: int, size: int, every_row: bool) -> tuple[jax.
     row = begin[owner] + (index - (ends - counts)[owner]) * size
     low, high = (jnp.clip(x[owner] - row, 0, size) for x in (start, stop))
     owned = (owner < count).astype(jnp.int32)
-    return jnp.stack([jnp.where(owned > 0, owner, 0), row, low, high, owned]), ends[-1:]
+    matrix = jnp.where(owned > 0, owner, 0)
+    return jnp.stack([matrix, row, low, high, owned], axis=1), ends[-1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +77,10 @@ class Kernel(kernel.AbstractKernel):
     def num_tiles(self, refs: Any) -> Any:
         return refs.count[0] * self._across
 
-    def tile(self, refs: Any, index: Any) -> Tile:
-        i, j = kernel.banded(index, refs.count[0], self._across, self.cfg.band)
-        matrix, row, low, high, owned = (refs.table[field, i] for field in range(5))
+    def tile(self, refs: Any, index: Any, total: Any) -> Tile:
+        down = lax.div(total, jnp.int32(self._across))
+        i, j = kernel.banded(index, down, self._across, self.cfg.band)
+        matrix, row, low, high, owned = (refs.table[i, field] for field in range(5))
         steps = owned * (self.inner // self.cfg.block_k)
         return Tile(matrix, row, low, high, j * self.cfg.block_n, steps)
 

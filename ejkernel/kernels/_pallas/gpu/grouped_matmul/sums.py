@@ -48,7 +48,7 @@ class Kernel(kernel.AbstractKernel):
         down, across = self._tiles_of_matrix
         return self.count * down * across
 
-    def tile(self, refs: Any, index: Any) -> Tile:
+    def tile(self, refs: Any, index: Any, total: Any) -> Tile:
         cfg, (down, across) = self.cfg, self._tiles_of_matrix
         each = jnp.int32(down * across)
         matrix = lax.div(index, each)
