@@ -1,4 +1,4 @@
-"""Grouped products for Hopper: on its GPU; elsewhere in Mosaic's interpreter, and lowered for it."""
+"""Grouped products for Hopper: on its GPU; elsewhere interpreted, and lowered for an H200."""
 
 import dataclasses
 from typing import Any
@@ -373,7 +373,8 @@ def test_shard_map(existing):
     ],
 )
 def test_refused(sizes, more, reason):
-    assert reason in (ENTRY.why_not(abstract(*sizes, 2, **more), H200) or "")
+    m, k, n = sizes
+    assert reason in (ENTRY.why_not(abstract(m, k, n, 2, **more), H200) or "")
 
 
 def test_two_dtypes_are_refused():
@@ -445,6 +446,7 @@ def test_what_does_not_fit_is_refused():
     args = abstract(32768, 4096, 4096, 8)
     guess = config.heuristic(args, "forward", H200)
     large = dataclasses.replace(guess, num_stages=6)
-    assert "shared memory" in config.misfit(args, "forward", large, H200)
+    assert "shared memory" in str(config.misfit(args, "forward", large, H200))
     long = config.Config(block_m=128, block_n=64, block_k=128)
-    assert "multiples of block_k=128" in config.misfit(abstract(9, 192, 64, 2), "forward", long, H200)
+    other = abstract(9, 192, 64, 2)
+    assert "multiples of block_k=128" in str(config.misfit(other, "forward", long, H200))

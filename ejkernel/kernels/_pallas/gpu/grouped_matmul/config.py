@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-
 from ejkernel import _device
 from ejkernel._device import Target
 from ejkernel.kernels._pallas.gpu._blocks import probe

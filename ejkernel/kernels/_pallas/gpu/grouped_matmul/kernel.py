@@ -20,7 +20,10 @@ from ejkernel.kernels._pallas.gpu._blocks import launch, mosaic
 from ejkernel.kernels._pallas.gpu.grouped_matmul import config
 
 CLEARED = 5  # named barrier of the warpgroups that multiply; Mosaic uses those before
-_REGISTERS, _LOAD_REGISTERS = 232, 40  # of a thread of two warpgroups that multiply, and of one more
+_REGISTERS, _LOAD_REGISTERS = (
+    232,
+    40,
+)  # of a thread of two warpgroups that multiply, and of one more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +76,7 @@ class AbstractKernel:
             "staging": mosaic.tile(
                 cfg.warpgroups, cfg.num_buffers, *self.part, dtype=self.out_dtype
             ),
-            "loaded": plgpu.Barrier(
-                num_arrivals=cfg.warpgroups + 1, num_barriers=cfg.num_stages
-            ),
+            "loaded": plgpu.Barrier(num_arrivals=cfg.warpgroups + 1, num_barriers=cfg.num_stages),
             "read": plgpu.Barrier(num_arrivals=cfg.warpgroups, num_barriers=cfg.num_stages),
         }
 

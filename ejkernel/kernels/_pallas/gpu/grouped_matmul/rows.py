@@ -85,9 +85,8 @@ class Kernel(kernel.AbstractKernel):
         return Tile(matrix, row, low, high, j * self.cfg.block_n, steps)
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        cfg = self.cfg
-        right = (cfg.block_k, cfg.block_n)
-        return (cfg.rows, cfg.block_k), right[::-1] if self.transposed else right
+        k, n = self.cfg.block_k, self.cfg.block_n
+        return (self.cfg.rows, k), (n, k) if self.transposed else (k, n)
 
     def sources(self, refs: Any, tile: Tile, step: Any) -> tuple[list[Any], Any]:
         cfg = self.cfg
