@@ -14,6 +14,7 @@ from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._pallas.gpu.grouped_matmul import config
 from ejkernel.kernels._shared import groups
+from ejkernel.kernels._specs.grouped_matmul import num_columns, out_dtype
 from ejkernel.modules import grouped_matmul
 from tests.backend import BACKEND
 from tests.kernels import harness
@@ -95,6 +96,11 @@ MORE = {
         values,
         (150, 64, 128, (20, 0, 59, 30)),
         {"preferred_element_type": "float32", "existing": True},
+    ),
+    "wide_transposed": (
+        values,
+        (150, 128, 64, (20, 0, 59, 71)),
+        {"preferred_element_type": "float32", "transpose_rhs": True},
     ),
     "half": (values, (150, 64, 128, (20, 0, 59, 30)), {"dtype": jnp.float16}),
     "batched": (batched, (2, 3, 37, 64, 128), {}),
@@ -288,7 +294,7 @@ def lower(args, direction, cfg):
     def run(args):
         if direction == "forward":
             return ENTRY.fn(args, cfg)[0]
-        dout = jnp.zeros((*args.lhs.shape[:-1], config.num_columns(args)), args.lhs.dtype)
+        dout = jnp.zeros((*args.lhs.shape[:-1], num_columns(args)), out_dtype(args))
         return ENTRY.backward(args, cfg, (), (), (dout,), frozenset({"lhs", "rhs"}))
 
     with jax.sharding.use_abstract_mesh(on_h200s(1, "Explicit")):
@@ -301,10 +307,10 @@ OPTIONS = {
     "transposed": ((301, 1408, 64, 8), {"transpose_rhs": True}),
     "one_row": ((1, 64, 64, 1), {}),
     "few_rows": ((64, 4096, 4096, 8), {}),
+    "wide": ((300, 128, 192, 4), {"preferred_element_type": "float32", "transpose_rhs": True}),
     "half": ((4096, 256, 256, 8), {"dtype": "float16"}),
 }
 FORWARD_OPTIONS = {
-    "wide": ((300, 128, 192, 4), {"preferred_element_type": "float32", "transpose_rhs": True}),
     "existing": ((301, 128, 192, 4), {"existing": True}),
 }
 
@@ -384,8 +390,8 @@ def test_two_dtypes_are_refused():
 
 
 @lowered
-def test_gradients_of_a_wide_output_are_refused():
-    args = make(values(64, 64, 64, (64,), preferred_element_type="float32"))
+def test_gradients_of_a_wide_output_of_float16_are_refused():
+    args = abstract(64, 64, 64, 2, dtype="float16", preferred_element_type="float32")
     assert ENTRY.why_not(args, H200) is None
     assert "no gradients of a float32 output" in ENTRY.why_not(args, H200, direction="backward")
 

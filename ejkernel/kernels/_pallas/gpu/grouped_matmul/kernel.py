@@ -210,3 +210,11 @@ def banded(index: Any, num_rows: Any, num_columns: int, band: int) -> tuple[Any,
     height = jnp.clip(num_rows - top, 1, band)  # there may be no row at all
     rest = lax.rem(index, across)
     return top + lax.rem(rest, height), lax.div(rest, height)
+
+
+def part_and_step(step: Any, parts: int, steps: Any) -> tuple[Any, Any]:
+    """Which part of a factor a step is of, and which of the part's `steps` it is."""
+    if parts == 1:
+        return 0, step
+    steps = jnp.int32(steps)
+    return lax.div(step, steps), lax.rem(step, steps)

@@ -62,8 +62,12 @@ def tiles(rows: groups.Groups, m: int, size: int, every_row: bool) -> tuple[jax.
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(kernel.AbstractKernel):
-    """Rows [m, inner] times matrices [g, inner, columns], or [g, columns, inner]."""
+    """Rows [parts, m, inner] times matrices [g, inner, columns], or [g, columns, inner].
 
+    The sum of parts is multiplied.
+    """
+
+    parts: int
     inner: int
     columns: int
     transposed: bool
@@ -81,7 +85,7 @@ class Kernel(kernel.AbstractKernel):
         down = lax.div(total, jnp.int32(self._across))
         i, j = kernel.banded(index, down, self._across, self.cfg.band)
         matrix, row, low, high, owned = (refs.table[i, field] for field in range(5))
-        steps = owned * (self.inner // self.cfg.block_k)
+        steps = owned * self.parts * (self.inner // self.cfg.block_k)
         return Tile(matrix, row, low, high, j * self.cfg.block_n, steps)
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -90,10 +94,11 @@ class Kernel(kernel.AbstractKernel):
 
     def sources(self, refs: Any, tile: Tile, step: Any) -> tuple[list[Any], Any]:
         cfg = self.cfg
+        part, step = kernel.part_and_step(step, self.parts, self.inner // cfg.block_k)
         inner, columns = pl.ds(step * cfg.block_k, cfg.block_k), pl.ds(tile.column, cfg.block_n)
         rows = [pl.ds(tile.row + i * cfg.rows, cfg.rows) for i in range(cfg.warpgroups)]
         at = (columns, inner) if self.transposed else (inner, columns)
-        return [refs.lhs.at[x, inner] for x in rows], refs.rhs.at[tile.matrix, *at]
+        return [refs.lhs.at[part, x, inner] for x in rows], refs.rhs.at[tile.matrix, *at]
 
     def factors(self, left: Any, right: Any) -> tuple[Any, Any]:
         return left, right.transpose((1, 0)) if self.transposed else right

@@ -27,13 +27,18 @@ class Tile(NamedTuple):
     begin: Any  # first row of the factors, a multiple of eight
     start: Any  # first row of the group
     stop: Any  # row after its last
+    steps_of_part: Any
     steps: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(kernel.AbstractKernel):
-    """Rows [m, num_i] and [m, num_j] of `count` groups, to [count, num_i, num_j]."""
+    """Rows [parts, m, num_i] and [parts, m, num_j] of `count` groups, to [count, num_i, num_j].
 
+    The sums of parts are multiplied; one factor has a single part.
+    """
+
+    parts: tuple[int, int]
     num_i: int
     num_j: int
     count: int
@@ -57,24 +62,31 @@ class Kernel(kernel.AbstractKernel):
         begin = lax.div(start, jnp.int32(rows.TILE_ROWS)) * rows.TILE_ROWS
         steps = lax.div(stop - begin + cfg.block_k - 1, jnp.int32(cfg.block_k))
         steps = jnp.where(stop > start, steps, 0)
-        return Tile(matrix, i * cfg.block_m, j * cfg.block_n, begin, start, stop, steps)
+        all_steps = steps * max(self.parts)
+        return Tile(matrix, i * cfg.block_m, j * cfg.block_n, begin, start, stop, steps, all_steps)
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         return (self.cfg.block_k, self.cfg.rows), (self.cfg.block_k, self.cfg.block_n)
 
     def sources(self, refs: Any, tile: Tile, step: Any) -> tuple[list[Any], Any]:
         cfg = self.cfg
-        at = pl.ds(tile.begin + step * cfg.block_k, cfg.block_k)
+        part, row = self._part_and_row(tile, step)
+        of_left, of_right = (part if parts > 1 else 0 for parts in self.parts)
+        at = pl.ds(row, cfg.block_k)
         columns = [pl.ds(tile.row + i * cfg.rows, cfg.rows) for i in range(cfg.warpgroups)]
-        left = [refs.lhs.at[at, x] for x in columns]
-        return left, refs.rhs.at[at, pl.ds(tile.column, cfg.block_n)]
+        left = [refs.lhs.at[of_left, at, x] for x in columns]
+        return left, refs.rhs.at[of_right, at, pl.ds(tile.column, cfg.block_n)]
+
+    def _part_and_row(self, tile: Tile, step: Any) -> tuple[Any, Any]:
+        part, step = kernel.part_and_step(step, max(self.parts), tile.steps_of_part)
+        return part, tile.begin + step * self.cfg.block_k
 
     def factors(self, left: Any, right: Any) -> tuple[Any, Any]:
         return left.transpose((1, 0)), right
 
     def clear(self, refs: Any, tile: Tile, step: Any, slot: Any, warpgroup: Any) -> None:
         cfg = self.cfg
-        row = tile.begin + step * cfg.block_k
+        _, row = self._part_and_row(tile, step)
         low, high = tile.start - row, tile.stop - row
 
         def clear() -> None:
