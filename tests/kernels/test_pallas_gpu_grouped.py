@@ -362,7 +362,8 @@ def test_shard_map(existing):
     mesh = on_h200s(2, "Auto")
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec("x"))
     with jax.sharding.use_abstract_mesh(mesh):
-        jax.jit(mapped).trace(given).lower(lowering_platforms=("cuda",))
+        text = jax.jit(mapped).trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 # What is refused
