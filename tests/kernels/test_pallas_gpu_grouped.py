@@ -302,7 +302,7 @@ def lower(args, direction, cfg):
     assert text.count("custom_call @mosaic_gpu") == (1 if direction == "forward" else 2)
 
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "odd": ((301, 64, 192, 8), {}),
     "transposed": ((301, 1408, 64, 8), {"transpose_rhs": True}),
     "one_row": ((1, 64, 64, 1), {}),
@@ -310,7 +310,7 @@ OPTIONS = {
     "wide": ((300, 128, 192, 4), {"preferred_element_type": "float32", "transpose_rhs": True}),
     "half": ((4096, 256, 256, 8), {"dtype": "float16"}),
 }
-FORWARD_OPTIONS = {
+FORWARD_OPTIONS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "existing": ((301, 128, 192, 4), {"existing": True}),
 }
 
