@@ -1,4 +1,4 @@
-"""Repeats Hopper attention, and gives a memory checker small calls of it.
+"""Repeats the kernels for Hopper, and gives a memory checker small calls of them.
 
 python benchmarks/gpu_hopper_soak.py
 compute-sanitizer --tool memcheck python benchmarks/gpu_hopper_soak.py --runs 2 --small
@@ -7,7 +7,8 @@ compute-sanitizer --tool racecheck python benchmarks/gpu_hopper_soak.py --runs 2
 Every call is compared with XLA's once. Then it runs again and again: output, logsumexp and the
 gradients of keys and values must have the same bits each time. Those of queries are added in an
 order that varies, except with `deterministic=True`, which every call runs with as well: then all
-bits must be the same. A hang shows as a call that does not end. Needs an H100 or H200.
+bits must be the same. All bits of grouped products must be the same always. A hang shows as a call
+that does not end. Needs an H100 or H200.
 """
 
 import argparse
@@ -17,9 +18,10 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.kernels import kernel_registry
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, grouped_matmul
 
 # name: batch, queries, keys, heads, key heads, head size, value size, options
 _SMALL = {
@@ -46,6 +48,20 @@ _LARGE = {
     "4k segments": (4, 4096, 4096, 16, 16, 128, 128, {"causal": True, "segments": 4}),
     "std 32": (4, 4096, 4096, 16, 16, 128, 128, {"causal": True, "factor": 32.0}),
 }  # fmt: skip
+# name: rows, k, n, matrices, options; group sizes are uneven, and leave rows over that hold nan
+_GROUPED_SMALL = {
+    "odd": (203, 64, 192, 5, {}),
+    "transposed": (700, 192, 128, 9, {"transpose_rhs": True}),
+    "few rows": (40, 256, 384, 16, {}),
+    "offset": (515, 128, 320, 4, {"others": 3}),
+    "existing": (515, 128, 320, 4, {"others": 3, "existing": True}),
+    "float32": (301, 128, 128, 4, {"preferred_element_type": "float32"}),
+}
+_GROUPED_LARGE = {
+    "32k 8": (32768, 4096, 4096, 8, {}),
+    "64k 64": (65536, 4096, 1408, 64, {}),
+    "64k 64 transposed": (65536, 1408, 4096, 64, {"transpose_rhs": True}),
+}
 # Beside XLA's bfloat16 results; the tests compare with a float32 oracle.
 _TOLERANCE = 0.05
 
@@ -87,10 +103,50 @@ def _repeat(name, arrays, options, expected, runs, deterministic):
     ours = kernel_registry.get("flash_attention", "pallas", "gpu")
     options = options | {"deterministic": deterministic}
     run = jax.jit(lambda *xs: _results(ours, xs, options))
+    # the last result is the gradient of queries
+    compared = len(expected) if deterministic else len(expected) - 1
+    kind = "all bits" if deterministic else "default"
+    return _compare(f"{name:16s} {kind:8s}", run, arrays, expected, runs, compared)
+
+
+def check_grouped(name, sizes, runs):
+    """The same for a grouped product."""
+    arrays, options = grouped_call(*sizes)
+    ours = kernel_registry.get("grouped_matmul", "pallas", "gpu")
+    xla = functools.partial(grouped_matmul, platform="xla")
+    expected = jax.jit(lambda *xs: _products(xla, xs, options))(*arrays)
+    run = jax.jit(lambda *xs: _products(ours, xs, options))
+    title = f"{name:16s} grouped "
+    return _compare(title, run, arrays, expected, runs, len(expected))
+
+
+def grouped_call(m, k, n, count, options):
+    """Operands and options of a grouped product."""
+    keys, options = jax.random.split(jax.random.key(9), 3), dict(options)
+    others = options.pop("others", 0)
+    weights = (np.arange(count + others) % 4).astype(np.float64)  # every fourth group is empty
+    sizes = np.floor(0.9 * m * weights / weights.sum()).astype(np.int32)
+    matrix = (n, k) if options.get("transpose_rhs") else (k, n)
+    lhs = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
+    rhs = jax.random.normal(keys[1], (count, *matrix), jnp.bfloat16) * jnp.bfloat16(k**-0.5)
+    lhs = jnp.where(jnp.arange(m)[:, None] < sizes.sum(), lhs, jnp.nan).astype(lhs.dtype)
+    if others:
+        options["group_offset"] = 1
+    if options.pop("existing", False):
+        options["existing_out"] = jax.random.normal(keys[2], (m, n), jnp.bfloat16)
+    return (lhs, rhs), options | {"group_sizes": jnp.asarray(sizes)}
+
+
+def _products(multiply, arrays, options):
+    """The output and both gradients."""
+    out, pull = jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, **options), *arrays)
+    return out, *pull(jnp.sin(3.0 * out.astype(jnp.float32)).astype(out.dtype))
+
+
+def _compare(title, run, arrays, expected, runs, compared):
+    """Compares numbers with those expected, and the first results of all runs with each other."""
     first = jax.block_until_ready(run(*arrays))
     error = max(_error(x, y) for x, y in zip(first, expected, strict=True))
-    # the last result is the gradient of queries
-    compared = len(first) if deterministic else len(first) - 1
     same = jax.jit(lambda a, b: jnp.stack([_bits(a[i], b[i]) for i in range(compared)]).all())
     start, repeats = time.time(), True
     for _ in range(runs):
@@ -98,8 +154,7 @@ def _repeat(name, arrays, options, expected, runs, deterministic):
     good = error <= _TOLERANCE and repeats
     verdict = "ok" if good else "WRONG" if repeats else "DIFFERS FROM RUN TO RUN"
     seconds = time.time() - start
-    kind = "all bits" if deterministic else "default"
-    sys.stdout.write(f"{name:16s} {kind:8s} {verdict}: error {error:.1e}, ")
+    sys.stdout.write(f"{title} {verdict}: error {error:.1e}, ")
     sys.stdout.write(f"{runs} runs in {seconds:.0f} s\n")
     sys.stdout.flush()
     return good
@@ -136,7 +191,9 @@ def main():
     parser.add_argument("--small", action="store_true", help="only calls that a checker can afford")
     given = parser.parse_args()
     calls = _SMALL if given.small else _SMALL | _LARGE
+    grouped = _GROUPED_SMALL if given.small else _GROUPED_SMALL | _GROUPED_LARGE
     results = [check(name, sizes, given.runs) for name, sizes in calls.items()]
+    results += [check_grouped(name, sizes, given.runs) for name, sizes in grouped.items()]
     return 0 if all(results) else 1
 
 

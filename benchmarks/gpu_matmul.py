@@ -13,7 +13,7 @@ from ejkernel.bench import Bar, Peer, Workload
 from ejkernel.bench._workloads import BOTH, FWD
 from ejkernel.kernels._specs._work_matmul import grouped
 
-_TRITON = "triton/gpu"
+_TRITON, _HOPPER = "triton/gpu", "pallas/gpu"
 _DENSE, _COPY = "dense matmul", "copy"
 
 
@@ -46,11 +46,11 @@ _PEERS = {
 }
 
 
-def bars(beside, forward, both):
+def bars(beside, forward, both, entries=(_TRITON,)):
     """Least shares of a ceiling; `both` is of forward and backward together."""
-    return (
-        Bar(forward, beside, of=_TRITON, modes=(FWD,)),
-        Bar(both, beside, of=_TRITON, modes=(BOTH,)),
+    shares = ((forward, FWD), (both, BOTH))
+    return tuple(
+        Bar(least, beside, of=entry, modes=(mode,)) for entry in entries for least, mode in shares
     )
 
 
@@ -71,7 +71,7 @@ def product(name, sizes, shares, values=grouped):
         functools.partial(values, m=m, k=k, n=n, g=g),
         dtype="bfloat16",
         peers=(_PEERS["grouped_matmul"],),
-        bars=bars(_DENSE, *shares),
+        bars=bars(_DENSE, *shares, entries=(_TRITON, _HOPPER)),
     )
 
 

@@ -25,6 +25,9 @@ _VERSIONS = ("jax", "jaxlib", "triton", "libtpu", "jax-cuda13-plugin", "nvidia-c
 
 # Tests of numbers in files about one kernel, whose parameters do not name it.
 _OWN_FILES = {
+    re.compile(r"/test_pallas_gpu_grouped\.py::test_(?:more_)?numbers\["): (
+        "grouped_matmul pallas/gpu"
+    ),
     re.compile(r"/test_pallas_gpu\w*\.py::test_(?:more_)?numbers\["): "flash_attention pallas/gpu",
     re.compile(r"/test_pallas_gpu_backward\.py::test_gradients\w*\["): "flash_attention pallas/gpu",
 }

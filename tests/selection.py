@@ -22,6 +22,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_gpu.py": ("flash_attention",),
     "tests/kernels/test_pallas_gpu.py": ("flash_attention",),
     "tests/kernels/test_pallas_gpu_backward.py": ("flash_attention",),
+    "tests/kernels/test_pallas_gpu_grouped.py": ("grouped_matmul",),
     "tests/kernels/test_pallas_gpu_lowers.py": ("flash_attention",),
     "tests/kernels/test_pallas_gpu_segments.py": ("flash_attention",),
     "tests/kernels/test_pallas_tpu.py": ("flash_attention",),

@@ -34,6 +34,10 @@ from tests import device_results
             "flash_attention pallas/gpu",
         ),
         ("tests/kernels/test_pallas_gpu.py::test_refused_options[fp16]", None),
+        (
+            "tests/kernels/test_pallas_gpu_grouped.py::test_more_numbers[batched]",
+            "grouped_matmul pallas/gpu",
+        ),
     ],
 )
 def test_names(nodeid, name):

@@ -34,7 +34,8 @@ def test_what_compilers_print():
         os.write(2, SAID.encode())
         text = said()
     assert text.startswith("to one\n")
-    (kernel,) = _mosaic.reports(text)
+    harmless = "ptxas info    : (C7519) warpgroup.arrive is injected in around line 422 by compiler"
+    (kernel,) = _mosaic.reports(f"{harmless}\n{text}")
     assert (kernel.registers, kernel.spill_bytes) == (168, 160)
     for note in ("C7512", "C7513"):
         with pytest.raises(RuntimeError, match=f"serialises.*{note}"):
@@ -75,3 +76,27 @@ def test_attention_with_segments_spills_little(d):
     )
     assert report.status == "compiled", report.reason
     assert all(kernel.spill_bytes <= 64 for kernel in report.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products_do_not_spill(transposed):
+    shape = lambda *sizes, dtype="bfloat16": jax.ShapeDtypeStruct(sizes, dtype)
+    reports = aot.compile(
+        "grouped_matmul",
+        targets=["cuda:sm_90"],
+        call={
+            "lhs": shape(4096, 1024),
+            "rhs": shape(8, 512, 1024) if transposed else shape(8, 1024, 512),
+            "group_sizes": shape(8, dtype="int32"),
+            "transpose_rhs": transposed,
+        },
+        entries=["pallas/gpu"],
+        configs="all",
+    )
+    assert {r.direction for r in reports} == {"forward", "backward"}
+    for report in reports:
+        assert report.status == "compiled", report.reason
+        assert report.kernels
+        assert not any(kernel.spill_bytes for kernel in report.kernels)

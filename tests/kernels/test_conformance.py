@@ -91,8 +91,8 @@ def test_matches_oracle(op, entry, case, record_property):
     check(op, entry, case, "float32", "testing", record_property)
 
 
-# takes no case of the spec, whose heads are small: tests/kernels/test_pallas_gpu.py has its own
-OWN_CASES = [("flash_attention", "pallas/gpu")]
+# take no case of the spec, whose arrays are small: tests/kernels/test_pallas_gpu*.py have their own
+OWN_CASES = [("flash_attention", "pallas/gpu"), ("grouped_matmul", "pallas/gpu")]
 
 
 def interpreted_entries():

@@ -41,6 +41,21 @@ def of_sizes(sizes: jax.Array, offset: jax.Array | None, count: int, m: int) -> 
     return Groups(jnp.where(known, starts[index], stop), stop)
 
 
+def of_call(args: Any) -> Groups:
+    """Groups of a call of `grouped_matmul`, counted over all rows of `flat(args.lhs, 2)`."""
+    if args.lhs.ndim == 4:
+        *lead, m, _ = args.lhs.shape
+        start = jnp.arange(lead[0] * lead[1], dtype=jnp.int32) * m
+        return Groups(start, start + m)
+    m, count = args.lhs.shape[0], args.rhs.shape[0]
+    return of_sizes(args.group_sizes, args.group_offset, count, m)
+
+
+def flat(x: jax.Array, ndim: int) -> jax.Array:
+    """An array of the batched form with batch, groups and rows as one axis."""
+    return x.reshape(-1, *x.shape[1 - ndim :]) if x.ndim == 4 else x
+
+
 class Visits(NamedTuple):
     """Steps of a kernel: a block of rows with one matrix. Steps from the last real one on repeat
     it with no rows, so that they fetch nothing.

@@ -26,6 +26,7 @@ WARPGROUP = 128  # threads
 ROWS = 64  # of a product of one warpgroup
 _SWIZZLE = 128  # bytes
 _ATOM = 64  # bfloat16 values in a row of a swizzled tile
+PART = _ATOM  # columns that are cleared at a time
 _STEP = 16  # values that one instruction multiplies along the inner axis
 
 # How bfloat16 tiles lie in shared memory, and how arrays lie in the registers of a warpgroup.
@@ -61,8 +62,9 @@ def reset_interpreter() -> None:
 
 
 def tile(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-    """Shared memory for tiles that products read."""
-    return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+    """Shared memory for tiles that products read, or of float32 for TMA alone."""
+    transforms = TRANSFORMS if jnp.dtype(dtype).itemsize == 2 else WIDE_TRANSFORMS
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
@@ -92,14 +94,40 @@ def clear_rows(tiles: Any, ids: Any) -> None:
 
     The ids [n] are in device memory.
     """
-    part = (ROWS, _ATOM)  # small, since a warpgroup that loads has few registers
-    for row in range(0, tiles.shape[0], part[0]):
-        rows = pl.ds(row, part[0])
-        is_real = jax.lax.broadcast_in_dim(load_global(ids.at[rows], ROW) >= 0, part, (0,))
-        for column in range(0, tiles.shape[1], part[1]):
-            at = tiles.at[rows, pl.ds(column, part[1])]
+    rows = lambda row: load_global(ids.at[pl.ds(row, ROWS)], ROW) >= 0
+    _clear(tiles, rows, range(0, tiles.shape[1], _ATOM))
+
+
+def clear_outside(tiles: Any, low: Any, high: Any, columns: range) -> None:
+    """Writes zeros into the rows of tiles [n, d] in shared memory outside of [low, high).
+
+    `columns` are those to work on, in steps of `PART`.
+    """
+
+    def rows(first: int) -> jax.Array:
+        index = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
+        return (index >= low) & (index < high)
+
+    _clear(tiles, rows, columns)
+
+
+def _clear(tiles: Any, are_kept: Callable[[int], jax.Array], columns: range) -> None:
+    part = (ROWS, PART)  # small, since a warpgroup that loads has few registers
+    for row in range(0, tiles.shape[0], ROWS):
+        kept = jax.lax.broadcast_in_dim(are_kept(row), part, (0,))
+        for column in columns:
+            at = tiles.at[pl.ds(row, ROWS), pl.ds(column, PART)]
             values = load(at, WGMMA)
-            at[...] = jnp.where(is_real, values, jnp.zeros_like(values))
+            at[...] = jnp.where(kept, values, jnp.zeros_like(values))
+
+
+def store_plain(ref: Any, values: jax.Array) -> None:
+    """Registers to shared memory without transforms, whose banks then conflict."""
+    store: Any = getattr(plgpu, "store", None)  # since JAX 0.12, which refuses conflicts otherwise
+    if store is None:
+        ref[...] = values
+    else:
+        store(ref, values, optimized=False)
 
 
 def compiler_params(**options: Any) -> Any:

@@ -2,9 +2,13 @@
 
 import functools
 import importlib
+from typing import Any
 
 import jax
 
+from ejkernel._device import Target
+
+CAPABILITY = "9.0"  # of Hopper
 _OLDEST = (0, 11)
 
 
@@ -30,3 +34,17 @@ def why_not_interpreted() -> str | None:
     if not hasattr(plgpu, "InterpretGPUParams"):
         return f"needs JAX 0.12 or newer to be interpreted; this is {jax.__version__}"
     return None
+
+
+def device_requires(args: Any, target: Target) -> str | None:
+    """Hopper has the products and the copies that the kernels issue; no other GPU has both."""
+    del args
+    if target.kind == "cpu":
+        return why_not_interpreted()
+    if target.capability is None:  # a device that is only named
+        return None if "H100" in target.model or "H200" in target.model else _only(target.model)
+    return None if target.capability == CAPABILITY else _only(target.capability)
+
+
+def _only(found: str) -> str:
+    return f"needs a GPU of compute capability {CAPABILITY}, such as an H200; this is {found}"

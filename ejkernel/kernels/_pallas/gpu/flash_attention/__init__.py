@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ejkernel._device import Target
 from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._pallas.gpu.flash_attention import config
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
@@ -23,22 +22,6 @@ def requires(args: Any) -> str | None:
     if args.softmax_scale <= 0:
         return f"needs a positive softmax_scale; got {args.softmax_scale}"
     return probe.why_not()
-
-
-def device_requires(args: Any, target: Target) -> str | None:
-    """Hopper has the products and the copies that the kernels issue; no other GPU has both."""
-    del args
-    if target.kind == "cpu":
-        return probe.why_not_interpreted()
-    if target.capability is None:  # a device that is only named
-        return None if "H100" in target.model or "H200" in target.model else _only(target.model)
-    return None if target.capability == config.CAPABILITY else _only(target.capability)
-
-
-def _only(found: str) -> str:
-    return (
-        f"needs a GPU of compute capability {config.CAPABILITY}, such as an H200; this is {found}"
-    )
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[Any, Any]:
@@ -73,7 +56,7 @@ kernel_registry.register(
         *("q_segment_ids", "kv_segment_ids", "cum_seqlens_q", "cum_seqlens_k"),
     },
     requires=requires,
-    device_requires=device_requires,
+    device_requires=probe.device_requires,
     backward=backward,
     backward_requires=backward_requires,
     config=config,

@@ -6,10 +6,10 @@ from typing import Any
 
 from ejkernel import _device
 from ejkernel._device import Target
+from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._shared import config_checks
 from ejkernel.ops.core.kernel import BACKWARD
 
-CAPABILITY = "9.0"
 _ROWS = 64  # of queries, a warpgroup
 _WARPGROUP = 128  # threads
 _MOST_BARRIERS = 11  # named ones that Mosaic leaves: two a stage and two a warpgroup
@@ -144,7 +144,7 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device; a call with few queries has small tiles of them."""
     if target.kind == "cpu":  # more warpgroups than that may wait for a thread of the interpreter
         return (testing(args, direction),)
-    programs = _device.multiprocessors(target.capability or CAPABILITY) or 132
+    programs = _device.multiprocessors(target.capability or probe.CAPABILITY) or 132
     d = args.query.shape[-1]
     if direction == BACKWARD:
         made = [_backward(args, num_programs=programs, **g) for g in _BACKWARD_GUESSES]
@@ -176,7 +176,7 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
             return f"needs {block_q} queries and 128 keys in a tile"
     elif not cfg.warpgroups:
         return "needs 64 queries or more in a tile"
-    limit = _device.shared_memory(CAPABILITY)
+    limit = _device.shared_memory(probe.CAPABILITY)
     needed = shared_bytes(args, direction, cfg)
     if limit is not None and needed > limit:
         return f"needs {needed} bytes of shared memory; there are {limit}"

@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejkernel.kernels._pallas.tpu.grouped_matmul import config, fwd, products
+from ejkernel.kernels._pallas.tpu.grouped_matmul import config, products
+from ejkernel.kernels._shared import grouped_gradients
 
 
 def backward(
@@ -17,17 +17,4 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    lhs, rhs, dout = fwd.flat(args.lhs, 2), fwd.flat(args.rhs, 3), fwd.flat(cotangents[0], 2)
-    rows, grads = fwd.rows_of(args), {}
-    if "lhs" in wanted:
-        dlhs = products.multiply(
-            dout, rhs, rows, cfg, transpose_rhs=not args.transpose_rhs, dtype=lhs.dtype
-        )
-        grads["lhs"] = dlhs.reshape(args.lhs.shape)
-    if "rhs" in wanted:
-        left, right = (dout, lhs) if args.transpose_rhs else (lhs, dout)
-        grads["rhs"] = products.outer(left, right, rows, cfg, rhs.dtype).reshape(args.rhs.shape)
-    if "existing_out" in wanted:
-        owned = rows.owned(lhs.shape[0])[:, None]
-        grads["existing_out"] = jnp.where(owned, jnp.zeros((), dout.dtype), dout)
-    return grads
+    return grouped_gradients.gradients(products, args, cfg, cotangents[0], wanted)

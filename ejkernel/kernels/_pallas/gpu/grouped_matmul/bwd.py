@@ -1,0 +1,20 @@
+"""Grouped matmul backward on Hopper: a grouped product for lhs, sums over rows for rhs."""
+
+from typing import Any
+
+import jax
+
+from ejkernel.kernels._pallas.gpu.grouped_matmul import config, products
+from ejkernel.kernels._shared import grouped_gradients
+
+
+def backward(
+    args: Any,
+    cfg: config.Config,
+    outputs: tuple[jax.Array, ...],
+    residuals: tuple[()],
+    cotangents: tuple[jax.Array, ...],
+    wanted: frozenset[str],
+) -> dict[str, jax.Array]:
+    """Gradients of the wanted arguments."""
+    return grouped_gradients.gradients(products, args, cfg, cotangents[0], wanted)
