@@ -158,4 +158,5 @@ def register(platform: Platform, backend: Backend) -> None:
         backward_requires=entry.backward_requires,
         device_requires=entry.device_requires,
         version=entry.inner.version,
+        by_name=entry.inner.by_name,
     )(entry.forward)

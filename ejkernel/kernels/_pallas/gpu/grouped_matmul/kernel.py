@@ -20,10 +20,8 @@ from ejkernel.kernels._pallas.gpu._blocks import launch, mosaic
 from ejkernel.kernels._pallas.gpu.grouped_matmul import config
 
 CLEARED = 5  # named barrier of the warpgroups that multiply; Mosaic uses those before
-_REGISTERS, _LOAD_REGISTERS = (
-    232,
-    40,
-)  # of a thread of two warpgroups that multiply, and of one more
+# of a thread: of two warpgroups that multiply, and of the one that loads
+_REGISTERS, _LOAD_REGISTERS = 232, 40
 
 
 @dataclasses.dataclass(frozen=True)

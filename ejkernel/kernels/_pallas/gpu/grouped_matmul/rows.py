@@ -17,6 +17,7 @@ from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.gpu._blocks import mosaic
 from ejkernel.kernels._pallas.gpu.grouped_matmul import kernel
 from ejkernel.kernels._shared import groups
+from ejkernel.xla_utils import search
 
 TILE_ROWS = 8  # TMA copies tiles of eight rows
 
@@ -51,8 +52,7 @@ def tiles(rows: groups.Groups, m: int, size: int, every_row: bool) -> tuple[jax.
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     most = (m + start.shape[0] * (size + TILE_ROWS - 2)) // size
     index = jnp.arange(most, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-    owner = jnp.minimum(owner, start.shape[0] - 1)
+    owner = jnp.minimum(search.count_before(ends, index), start.shape[0] - 1)
     row = begin[owner] + (index - (ends - counts)[owner]) * size
     low, high = (jnp.clip(x[owner] - row, 0, size) for x in (start, stop))
     owned = (owner < count).astype(jnp.int32)
