@@ -19,7 +19,8 @@ def count_before(ends: jax.Array, values: Any, *, inclusive: bool = True) -> jax
         return jnp.searchsorted(ends, values, side=side).astype(jnp.int32)
 
     def every(ends: jax.Array, values: jax.Array) -> jax.Array:
-        pairs = ends <= values[..., None] if inclusive else ends < values[..., None]
+        ends, values = ends.reshape(*[1] * values.ndim, -1), values[..., None]
+        pairs = ends <= values if inclusive else ends < values
         return pairs.sum(axis=-1, dtype=jnp.int32)
 
     def written_out(ends: jax.Array, values: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ def test_counts_are_those_of_numpy(count, inclusive, branch):
     generator = np.random.default_rng(count)
     ends = np.sort(generator.integers(0, 12, count)).astype(np.int32)  # with equal neighbours
     values = np.arange(-2, 15, dtype=np.int32).reshape(1, -1)
-    found = search.count_before(jnp.asarray(ends), values, inclusive=inclusive)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = search.count_before(jnp.asarray(ends), values, inclusive=inclusive)
     expected = np.searchsorted(ends, values, side="right" if inclusive else "left")
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, expected)
