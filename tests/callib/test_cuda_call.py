@@ -18,7 +18,7 @@ from ejkernel.callib import _cuda_build, cuda_call, reversed_threads
 from ejkernel.errors import CompilationError, EjkernelWarning, UnsupportedError
 from tests.backend import BACKEND
 
-ARCH = _cuda_build.HOST if BACKEND == "cpu" else "cuda"
+ARCH = _cuda_build.HOST if BACKEND == "cpu" else "sm_90"
 pytestmark = pytest.mark.skipif(
     _cuda_build.why_not(ARCH) is not None, reason=_cuda_build.why_not(ARCH) or ""
 )
