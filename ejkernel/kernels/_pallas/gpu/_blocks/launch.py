@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel import _contexts, _device
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._pallas.gpu._blocks import mosaic
-from ejkernel.xla_utils import manual
+from ejkernel.xla_utils import manual, unchecked
 
 
 def interpreted() -> bool:
@@ -55,12 +55,16 @@ def launch(
         compiler_params=mosaic.compiler_params(unsafe_no_auto_barriers=not auto_barriers),
         **(watched if interpreted() else {}),
     )
-    if updated:
-        if axes := sorted(manual.varying_axes(given[0])):
-            raise UnsupportedError(
-                "Mosaic GPU kernels update arrays in place, which JAX does not allow for arrays "
-                f"that differ over mesh axes {axes}: call `jax.shard_map` with `check_vma=False`, "
-                "or take another platform."
-            )
-        return tuple(pl.run_state(lambda refs: run(*arrays, *refs) and None)(tuple(updated)))
-    return tuple(run(*arrays))
+    if not updated:
+        return tuple(run(*arrays))
+
+    def in_place(*given: jax.Array) -> tuple[jax.Array, ...]:
+        read, written = given[: len(arrays)], given[len(arrays) :]
+        return tuple(pl.run_state(lambda refs: run(*read, *refs) and None)(tuple(written)))
+
+    if interpreted() and (axes := sorted(manual.varying_axes(given[0]))):
+        raise UnsupportedError(
+            "Mosaic's interpreter does not update arrays in place that differ over mesh axes "
+            f"{axes}: call `jax.shard_map` with `check_vma=False`."
+        )
+    return unchecked.run(in_place, *given)
