@@ -18,15 +18,14 @@ import triton
 import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import (
-    addresses,
     block_lists,
     block_ranges,
     parts,
     philox,
     softmax,
 )
-from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import mask as masks
 from ejkernel.kernels._triton.flash_attention import call, config
 
