@@ -103,12 +103,15 @@ def _over_queries(
             )
             kept = tl.where(tl.trans(keep), p * attention.dropout.FACTOR, 0.0)
             dp = tl.where(tl.trans(keep), dp * attention.dropout.FACTOR, 0.0)
-        acc_v = parts.add_dot(acc_v, kept, b_do, attention.PRECISION)
+        if head.dbias is None:
+            acc_v = parts.add_dot(acc_v, kept, b_do, attention.PRECISION)
         b_delta = addresses.load_row(head.delta, row, attention.num_q, BQ, 0.0)
         ds = p * (dp - b_delta[None, :])  # [BK, BQ]
         if head.dbias is not None:  # it is added after the cap; a padded key may hold nan
             added = tl.where(p == 0.0, 0.0, ds)
             _add_bias(head.dbias, sums, added, o_q, block.o_k, attention.num_q, attention.num_k)
+            # while a product runs, atomic adds would make ptxas (12.8) serialise all (C7513)
+            acc_v = parts.add_dot(acc_v, kept, b_do, attention.PRECISION)
         if attention.scores.CAP is not None:
             ds *= logits.cap_slope(capped, attention.scores.CAP)
         acc_k = parts.add_dot(acc_k, ds, b_q, attention.PRECISION)
@@ -167,6 +170,13 @@ def flash_attention_bwd_dkv_kernel(
         )  # fmt: skip
     acc_k = parts.zeros(attention.key_rows, BK)
     acc_v = parts.zeros(attention.value_rows, BK)
+    dk += key_row * D
+    dv += key_row * E
+    if (large is None) and (schedule.lists is None):
+        if first >= last:  # as in forward: products would not overlap in a loop that may be empty
+            parts.store(dk, attention.key_rows, row, attention.num_k, acc_k, BK)
+            parts.store(dv, attention.value_rows, row, attention.num_k, acc_v, BK)
+            return
     is_large = None
     if large is not None:
         is_large = tl.load(large) != 0
@@ -198,5 +208,5 @@ def flash_attention_bwd_dkv_kernel(
     if attention.keys.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
         acc_k = parts.keep_rows(acc_k, is_real_row)
-    parts.store(dk + key_row * D, attention.key_rows, row, attention.num_k, acc_k, BK)
-    parts.store(dv + key_row * E, attention.value_rows, row, attention.num_k, acc_v, BK)
+    parts.store(dk, attention.key_rows, row, attention.num_k, acc_k, BK)
+    parts.store(dv, attention.value_rows, row, attention.num_k, acc_v, BK)

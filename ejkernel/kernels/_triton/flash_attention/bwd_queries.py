@@ -93,6 +93,12 @@ def flash_attention_bwd_dq_kernel(
     if schedule.lists is not None:
         listed = block_lists.entries(schedule.lists, block, BQ)
     acc = parts.zeros(attention.query_rows, BQ)
+    dq += block.query_row * attention.query_rows.WIDTH
+    if large is None:
+        if first >= last:
+            # as in forward: if the loop could be left out, products would not overlap in it
+            parts.store(dq, attention.query_rows, block.row, attention.num_q, acc, BQ)
+            return
     split = last
     if large is not None:
         # One of the two loops is empty. A branch in a single loop would be predicated, and its
@@ -113,5 +119,4 @@ def flash_attention_bwd_dq_kernel(
     if attention.queries.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
         acc = parts.keep_rows(acc, is_real_row)
-    dq += block.query_row * attention.query_rows.WIDTH
     parts.store(dq, attention.query_rows, block.row, attention.num_q, acc, BQ)

@@ -192,6 +192,9 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     extras = (args.bias, args.attention_mask, args.alibi_slopes, args.dropout_prob or None)
     if _launch.is_amd(target) or any(x is not None for x in extras):  # these need registers
         guesses = [dataclasses.replace(c, max_registers=0) for c in guesses]
+    if direction != FORWARD and args.bias is not None:
+        # tiles of the bias and of its gradient: larger ones spill up to 1 kB a thread
+        guesses = [dataclasses.replace(c, block_q=max(c.block_q // 2, 32)) for c in guesses]
     bits = args.dropout_prob or args.attention_mask is not None
     if _launch.is_amd(target) and direction != FORWARD and bits:
         # Triton 3.9 does not pipeline loops with such tiles of single bits
