@@ -107,6 +107,12 @@ def test_values_in_two_parts():
     assert_matches(arrays(40, 96) | {"causal": True})
 
 
+def test_blocks_of_queries_without_keys():
+    values = arrays(40, 96) | {"kv_segment_ids": jnp.ones((1, S), jnp.int32), "return_lse": True}
+    values["q_segment_ids"] = jnp.where(jnp.arange(T) < 32, 2, 1).astype(jnp.int32)[None]
+    assert_matches(values)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(

@@ -152,6 +152,10 @@ def flash_attention_fwd_kernel(
     if schedule.lists is not None:
         listed = block_lists.entries(schedule.lists, block, BQ)
     visits = block_ranges.Bounds(first, full, ragged, last, schedule.lists, listed)
+    if attention.value_rows.rest is not None:
+        if first >= last:  # with two sums, ptxas would serialise products here too: see above
+            tl.store(flags + tl.program_id(0), 1)
+            return
     UNITS: tl.constexpr = attention.scores.FACTOR * softmax.LOG2_E  # of logits, in base 2
     m = tl.zeros([BQ], tl.float32)  # the reference of a row
     l = tl.zeros([BQ], tl.float32)
