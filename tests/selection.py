@@ -41,6 +41,7 @@ _FILES: dict[str, tuple[str, ...]] = {
     "tests/kernels/test_triton_grouped_matmul.py": ("grouped_matmul",),
     "tests/kernels/test_triton_mean_pooling.py": ("mean_pooling",),
     "tests/kernels/test_triton_linear.py": _LINEAR,
+    "tests/kernels/test_triton_head_sizes.py": ("flash_attention",),
     "tests/kernels/test_triton_latent_pages.py": ("mla_page_attention",),
     "tests/kernels/test_triton_paged_writes.py": _WRITERS,
     "tests/kernels/test_triton_serving.py": _PAGED,

@@ -57,17 +57,17 @@ def arguments(arrays, options):
     return SPEC.canonicalize(SPEC.complete({**arrays, **options}))
 
 
-def shapes(d, dtype):
-    sizes = {"query": HEADS, "key": GROUPS, "value": GROUPS}
+def shapes(d, dtype, e=None):
+    sizes = {"query": (HEADS, d), "key": (GROUPS, d), "value": (GROUPS, e or d)}
     return {
-        name: jax.ShapeDtypeStruct((BATCH, LENGTH, heads, d), jnp.dtype(dtype))
-        for name, heads in sizes.items()
+        name: jax.ShapeDtypeStruct((BATCH, LENGTH, *size), jnp.dtype(dtype))
+        for name, size in sizes.items()
     }
 
 
 def run_backward(args, cfg):
     like = lambda shape, dtype: jnp.zeros(shape, dtype)
-    out = like(args.query.shape, args.query.dtype)
+    out = like((*args.query.shape[:3], args.value.shape[-1]), args.query.dtype)
     lse = like((args.query.shape[0], HEADS, args.query.shape[1]), jnp.float32)
     outputs = (out, lse) if args.return_lse else (out,)
     wanted = frozenset(n for n in SPEC.differentiable if getattr(args, n) is not None)
@@ -108,8 +108,8 @@ def assert_compiles(direction, cfg, arrays, options, name):
         assert compiled.shared_bytes <= limit, (compiled.name, cfg)
 
 
-def check_heuristic(direction, d, options, name="cuda:sm_90", dtype="bfloat16"):
-    arrays = shapes(d, dtype)
+def check_heuristic(direction, d, options, name="cuda:sm_90", dtype="bfloat16", e=None):
+    arrays = shapes(d, dtype, e)
     cfg = configs(config.heuristic, direction, arrays, options, TARGETS[name])
     assert_compiles(direction, cfg, arrays, options, name)
 
@@ -140,6 +140,11 @@ def test_a_causal_value_and_gradient_launches_four_kernels():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_causal_call_compiles(direction):
     check_heuristic(direction, 128, CAUSAL)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_heads_in_two_parts_compile(direction):
+    check_heuristic(direction, 192, CAUSAL, e=128)
 
 
 def test_a_plain_call_compiles():
@@ -179,16 +184,27 @@ def test_every_option_at_once_compiles(direction):
 def test_the_first_guess_compiles_everywhere(name, options, direction):
     check_heuristic(direction, 64, options, name)
     check_heuristic(direction, 128, options, name)
+    check_heuristic(direction, 192, options, name, e=128)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("d", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (128, "float32")]
+    ("d", "e", "dtype"),
+    [
+        (64, 64, "bfloat16"),
+        (96, 96, "bfloat16"),
+        (128, 128, "bfloat16"),
+        (192, 128, "bfloat16"),
+        (192, 192, "bfloat16"),
+        (256, 256, "bfloat16"),
+        (128, 128, "float32"),
+        (192, 128, "float32"),
+    ],
 )
 @pytest.mark.parametrize("name", TARGETS)
-def test_every_candidate_compiles_and_fits(name, d, dtype, direction):
-    arrays = shapes(d, dtype)
+def test_every_candidate_compiles_and_fits(name, d, e, dtype, direction):
+    arrays = shapes(d, dtype, e)
     for cfg in configs(config.candidates, direction, arrays, CAUSAL, TARGETS[name]):
         assert_compiles(direction, cfg, arrays, CAUSAL, name)
 

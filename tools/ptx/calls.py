@@ -75,7 +75,9 @@ _ATTENTION = {
     "d128 mask": _flash(128, mask=True),
     "d128 dropout": _flash(128, causal=True, dropout_prob=0.2, dropout_seed=7),
     "d64 cap sinks": _flash(64, causal=True, logits_soft_cap=20.0, sinks=True, t=520),
-    "d192 e128": _flash(192, e=128, causal=True, t=200),
+    "d192 e128": _flash(192, e=128, causal=True),
+    "d192": _flash(192, causal=True),
+    "d160 segments": _flash(160, causal=True, segments=True),
     "d96 groups": _flash(96, causal=True, heads=2, t=300),
 }
 

@@ -23,7 +23,7 @@ class Attention(NamedTuple):
     HEADS: tl.constexpr  # of queries
     KEY_HEADS: tl.constexpr
     GROUP: tl.constexpr  # query heads to a key head
-    query_rows: Any  # `addresses.Rows` of query and dq
+    query_rows: Any  # `parts.Rows` of query and dq
     key_rows: Any  # of key and dk
     value_rows: Any  # of value and dv
     out_rows: Any  # of out and dout

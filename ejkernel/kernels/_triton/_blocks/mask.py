@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton._blocks import addresses
+from ejkernel.kernels._triton._blocks import addresses, parts
 
 
 class Tokens(NamedTuple):
@@ -85,12 +85,12 @@ def real_tokens(tokens, i_b, row, count, SIZE: tl.constexpr):
 
 @triton.jit
 def load_real_tile(base, rows, row, count, tokens, i_b, ROWS: tl.constexpr, CHECKED: tl.constexpr):
-    """A tile with zeros in place of padding, which may hold nan: 0 times nan is nan."""
+    """`parts` of a tile with zeros for padding, which may hold nan: 0 times nan is nan."""
     if tokens.ids is not None:
         real = real_tokens(tokens, i_b, row, count, ROWS)
-        return addresses.load_tile(base, rows, row, count, real, ROWS, False)
+        return parts.load(base, rows, row, count, real, ROWS, False)
     else:
-        return addresses.load_tile(base, rows, row, count, None, ROWS, CHECKED)
+        return parts.load(base, rows, row, count, None, ROWS, CHECKED)
 
 
 @triton.jit

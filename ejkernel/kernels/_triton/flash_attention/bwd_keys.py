@@ -10,6 +10,7 @@ from ejkernel.kernels._triton._blocks import (
     block_lists,
     block_ranges,
     logits,
+    parts,
     philox,
     softmax,
 )
@@ -57,7 +58,7 @@ def _over_queries(
     BQ: tl.constexpr, CHECKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds what one query head gives to dk in acc_k [BK, BD] and to dv in acc_v [BK, BE]."""
-    BK: tl.constexpr = b_k.shape[0]
+    BK: tl.constexpr = b_k[0].shape[0]
     batch = head.at.batch
     ahead = block_lists.entry(bounds, bounds.first, bounds.last, BQ)
     for step in range(bounds.first, bounds.last):
@@ -76,7 +77,7 @@ def _over_queries(
             attention.queries, batch, row, attention.num_q, attention.mask.window.offset, BQ
         )
         tile = masks.Tile(o_q[None, :], block.o_k[:, None], q_pos[None, :], block.k_pos[:, None])
-        dots = tl.dot(b_k, tl.trans(b_q), input_precision=attention.PRECISION)  # [BK, BQ]
+        dots = parts.dot_transposed(b_k, b_q, attention.PRECISION)  # [BK, BQ]
         x, capped = logits.logits(
             dots, tile, head.at, head.slope, attention.scores, attention.num_q, attention.num_k
         )
@@ -94,7 +95,7 @@ def _over_queries(
             if head.large:
                 exponents = softmax.exponents(x, b_lse[None, :], attention.scores.FACTOR, True)
         p = tl.math.exp2(exponents)  # [BK, BQ]
-        dp = tl.dot(b_v, tl.trans(b_do), input_precision=attention.PRECISION)  # [BK, BQ]
+        dp = parts.dot_transposed(b_v, b_do, attention.PRECISION)  # [BK, BQ]
         kept = p
         if attention.dropout is not None:
             keep = philox.keep(
@@ -102,15 +103,18 @@ def _over_queries(
             )
             kept = tl.where(tl.trans(keep), p * attention.dropout.FACTOR, 0.0)
             dp = tl.where(tl.trans(keep), dp * attention.dropout.FACTOR, 0.0)
-        acc_v = tl.dot(kept.to(b_do.dtype), b_do, acc_v, input_precision=attention.PRECISION)
+        if head.dbias is None:
+            acc_v = parts.add_dot(acc_v, kept, b_do, attention.PRECISION)
         b_delta = addresses.load_row(head.delta, row, attention.num_q, BQ, 0.0)
         ds = p * (dp - b_delta[None, :])  # [BK, BQ]
         if head.dbias is not None:  # it is added after the cap; a padded key may hold nan
             added = tl.where(p == 0.0, 0.0, ds)
             _add_bias(head.dbias, sums, added, o_q, block.o_k, attention.num_q, attention.num_k)
+            # while a product runs, atomic adds would make ptxas (12.8) serialise all (C7513)
+            acc_v = parts.add_dot(acc_v, kept, b_do, attention.PRECISION)
         if attention.scores.CAP is not None:
             ds *= logits.cap_slope(capped, attention.scores.CAP)
-        acc_k = tl.dot(ds.to(b_q.dtype), b_q, acc_k, input_precision=attention.PRECISION)
+        acc_k = parts.add_dot(acc_k, ds, b_q, attention.PRECISION)
     return acc_k, acc_v
 
 
@@ -146,10 +150,8 @@ def flash_attention_bwd_dkv_kernel(
     key_row = batch * attention.num_k * attention.KEY_HEADS + i_g
     D: tl.constexpr = attention.key_rows.WIDTH
     E: tl.constexpr = attention.value_rows.WIDTH
-    b_k = addresses.load_tile(
-        key + key_row * D, attention.key_rows, row, attention.num_k, None, BK, True
-    )
-    b_v = addresses.load_tile(
+    b_k = parts.load(key + key_row * D, attention.key_rows, row, attention.num_k, None, BK, True)
+    b_v = parts.load(
         value + key_row * E, attention.value_rows, row, attention.num_k, None, BK, True
     )
     tokens = attention.keys
@@ -166,8 +168,15 @@ def flash_attention_bwd_dkv_kernel(
             schedule, batch, i_k, attention.num_k, attention.num_q, -window.offset, window.right,
             window.left, BK, BQ,
         )  # fmt: skip
-    acc_k = tl.zeros([BK, attention.key_rows.PADDED], tl.float32)
-    acc_v = tl.zeros([BK, attention.value_rows.PADDED], tl.float32)
+    acc_k = parts.zeros(attention.key_rows, BK)
+    acc_v = parts.zeros(attention.value_rows, BK)
+    dk += key_row * D
+    dv += key_row * E
+    if (large is None) and (schedule.lists is None):
+        if first >= last:  # as in forward: products would not overlap in a loop that may be empty
+            parts.store(dk, attention.key_rows, row, attention.num_k, acc_k, BK)
+            parts.store(dv, attention.value_rows, row, attention.num_k, acc_v, BK)
+            return
     is_large = None
     if large is not None:
         is_large = tl.load(large) != 0
@@ -195,9 +204,9 @@ def flash_attention_bwd_dkv_kernel(
             acc_k, acc_v, b_k, b_v, query + query_row * D, dout + query_row * E, head, block,
             visits, attention, sums, BQ, CHECKED, EXACT,
         )  # fmt: skip
-    acc_k *= attention.scores.SCALE
+    acc_k = parts.scale(acc_k, attention.scores.SCALE)
     if attention.keys.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
-        acc_k = tl.where(is_real_row[:, None], acc_k, 0.0)
-    addresses.store_tile(dk + key_row * D, attention.key_rows, row, attention.num_k, acc_k, BK)
-    addresses.store_tile(dv + key_row * E, attention.value_rows, row, attention.num_k, acc_v, BK)
+        acc_k = parts.keep_rows(acc_k, is_real_row)
+    parts.store(dk, attention.key_rows, row, attention.num_k, acc_k, BK)
+    parts.store(dv, attention.value_rows, row, attention.num_k, acc_v, BK)

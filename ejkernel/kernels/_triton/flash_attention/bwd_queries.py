@@ -10,6 +10,7 @@ from ejkernel.kernels._triton._blocks import (
     block_lists,
     block_ranges,
     logits,
+    parts,
     philox,
     softmax,
 )
@@ -30,7 +31,7 @@ def _over_keys(
     BK: tl.constexpr, CHECKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds what blocks of keys give to dq in acc [BQ, BD]."""
-    BQ: tl.constexpr = b_q.shape[0]
+    BQ: tl.constexpr = b_q[0].shape[0]
     ahead = block_lists.entry(bounds, bounds.first, bounds.last, BK)
     for i in range(bounds.first, bounds.last):
         masked = (i < bounds.full) | (i >= bounds.ragged)
@@ -45,13 +46,13 @@ def _over_keys(
             value, attention.value_rows, row, attention.num_k, attention.keys, block.at.batch, BK,
             CHECKED,
         )  # fmt: skip
-        dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
+        dots = parts.dot_transposed(b_q, b_k, attention.PRECISION)  # [BQ, BK]
         # a branch on `masked` before exp2 does not cut the flow of products
         x, capped = common.scores(dots, j, masked, block, attention, BK)
         if (attention.scores.bias is None) and (attention.scores.slopes is None):
             capped = x  # one tile less to keep
         p = tl.math.exp2(softmax.exponents(x, rows.lse[:, None], attention.scores.FACTOR, EXACT))
-        dp = tl.dot(b_do, tl.trans(b_v), input_precision=attention.PRECISION)  # [BQ, BK]
+        dp = parts.dot_transposed(b_do, b_v, attention.PRECISION)  # [BQ, BK]
         if attention.dropout is not None:
             keep = philox.keep(
                 attention.dropout, block.drop_batch, block.drop_head, block.o_q, row, BQ, BK
@@ -60,7 +61,7 @@ def _over_keys(
         ds = p * (dp - rows.delta[:, None])
         if attention.scores.CAP is not None:
             ds *= logits.cap_slope(capped, attention.scores.CAP)
-        acc = tl.dot(ds.to(b_k.dtype), b_k, acc, input_precision=attention.PRECISION)
+        acc = parts.add_dot(acc, ds, b_k, attention.PRECISION)
     return acc
 
 
@@ -76,12 +77,12 @@ def flash_attention_bwd_dq_kernel(
     dout += block.query_row * attention.out_rows.WIDTH
     key += block.key_row * attention.key_rows.WIDTH
     value += block.key_row * attention.value_rows.WIDTH
-    b_q = addresses.load_tile(
+    b_q = parts.load(  # [BQ, BD]
         query, attention.query_rows, block.row, attention.num_q, None, BQ, True
-    )  # [BQ, BD]
-    b_do = addresses.load_tile(
+    )
+    b_do = parts.load(  # [BQ, BE]
         dout, attention.out_rows, block.row, attention.num_q, None, BQ, True
-    )  # [BQ, BE]
+    )
     first_row = (block.at.batch * attention.HEADS + block.at.head) * attention.num_q  # in [b, h, t]
     rows = RowSums(
         addresses.load_row(lse + first_row, block.row, attention.num_q, BQ, 0.0),
@@ -91,7 +92,13 @@ def flash_attention_bwd_dq_kernel(
     listed = None
     if schedule.lists is not None:
         listed = block_lists.entries(schedule.lists, block, BQ)
-    acc = tl.zeros([BQ, attention.query_rows.PADDED], tl.float32)
+    acc = parts.zeros(attention.query_rows, BQ)
+    dq += block.query_row * attention.query_rows.WIDTH
+    if large is None:
+        if first >= last:
+            # as in forward: if the loop could be left out, products would not overlap in it
+            parts.store(dq, attention.query_rows, block.row, attention.num_q, acc, BQ)
+            return
     split = last
     if large is not None:
         # One of the two loops is empty. A branch in a single loop would be predicated, and its
@@ -108,9 +115,8 @@ def flash_attention_bwd_dq_kernel(
             block_ranges.Bounds(split, full, ragged, last, schedule.lists, listed), attention, BK,
             CHECKED, True,
         )  # fmt: skip
-    acc *= attention.scores.SCALE
+    acc = parts.scale(acc, attention.scores.SCALE)
     if attention.queries.ids is not None:  # padding may hold nan
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
-        acc = tl.where(is_real_row[:, None], acc, 0.0)
-    dq += block.query_row * attention.query_rows.WIDTH
-    addresses.store_tile(dq, attention.query_rows, block.row, attention.num_q, acc, BQ)
+        acc = parts.keep_rows(acc, is_real_row)
+    parts.store(dq, attention.query_rows, block.row, attention.num_q, acc, BQ)

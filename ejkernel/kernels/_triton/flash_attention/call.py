@@ -17,6 +17,7 @@ from ejkernel.kernels._triton._blocks import (
     block_ranges,
     logits,
     mask,
+    parts,
     philox,
     ranges,
     softmax,
@@ -127,10 +128,10 @@ class Call:
             HEADS=num_heads,
             KEY_HEADS=num_groups,
             GROUP=num_heads // num_groups,
-            query_rows=_rows(num_heads, d),
-            key_rows=_rows(num_groups, d),
-            value_rows=_rows(num_groups, e),
-            out_rows=_rows(num_heads, e),
+            query_rows=parts.rows_of(num_heads, d),
+            key_rows=parts.rows_of(num_groups, d),
+            value_rows=parts.rows_of(num_groups, e),
+            out_rows=parts.rows_of(num_heads, e),
             PRECISION=_launch.dot_precision(args.query.dtype),
             queries=block_ranges.token_bundle(of, 0, positions=given),
             keys=block_ranges.token_bundle(of, 1, positions=given),
@@ -160,10 +161,6 @@ class Call:
             return None
         threshold, factor = int(prob * 2.0**32), 1.0 / (1.0 - prob)
         return philox.Dropout(args.dropout_seed, threshold, factor)
-
-
-def _rows(heads: int, width: int) -> addresses.Rows:
-    return addresses.Rows(heads * width, width, max(next_power_of_2(width), 16))
 
 
 def pairs(x: Any) -> addresses.Pairs | None:

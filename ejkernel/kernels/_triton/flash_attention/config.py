@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel._device import Target
 from ejkernel.callib import next_power_of_2
 from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._blocks import parts
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 
@@ -47,11 +48,17 @@ def shared_bytes(args: Any, direction: str, cfg: Config, target: Target) -> int:
     )
 
 
+def _columns(args: Any) -> tuple[int, int]:
+    """Columns of a tile of queries or keys, and of values."""
+    d, e = (sum(parts.columns(x.shape[-1])) for x in (args.query, args.value))
+    return d, e
+
+
 def _shared_bytes(
     args: Any, direction: str, held: int, streamed: int, stages: int, target: Target
 ) -> int:
     size = jnp.dtype(args.query.dtype).itemsize
-    d, e = (max(next_power_of_2(x.shape[-1]), 16) for x in (args.query, args.value))
+    d, e = _columns(args)
     tile = held * streamed
     if _launch.is_amd(target):  # what is held is in registers, and so is a stage on its way
         tiles = size * tile * (1 if direction == FORWARD else 2)  # between two products
@@ -66,17 +73,25 @@ _NAMES = (
     *("block_q", "block_k", "num_warps", "num_stages", "max_registers"),
     *("dq_block_q", "dq_block_k", "dq_warps", "dq_stages"),
 )
-# Best first: measured on an H200 with 16k tokens (docs/measured.md). 128 registers let four
-# programs of 64 x 64 tiles share a multiprocessor at d = 64, 168 three of 64 x 32 at d = 128.
+# Most columns of queries or values, and of both together. Best first: measured on an H200 with 16k
+# tokens (docs/measured.md); those of 96 and 192 columns by what compilers say. 128 registers let
+# four programs of 64 x 64 tiles share a multiprocessor at d = 64, 168 three of 64 x 32 at d = 128.
 _GUESSES = {
-    (FORWARD, 64): (
+    (FORWARD, 64, 128): (
         (64, 64, 4, 3, 128),
         (64, 64, 4, 3, 0),
         (128, 64, 4, 3, 0),
         (64, 128, 4, 3, 0),
         (64, 32, 4, 2, 0),
     ),
-    (FORWARD, 128): (
+    (FORWARD, 96, 192): (
+        (64, 64, 4, 3, 0),
+        (64, 64, 4, 2, 168),
+        (64, 32, 4, 3, 128),
+        (128, 64, 8, 3, 0),
+        (64, 32, 4, 2, 0),
+    ),
+    (FORWARD, 128, 256): (
         (64, 64, 4, 3, 168),
         (64, 64, 4, 3, 0),
         (64, 32, 4, 3, 168),
@@ -84,21 +99,37 @@ _GUESSES = {
         (128, 64, 8, 2, 0),
         (64, 32, 4, 2, 0),
     ),
-    (FORWARD, 256): (
+    # two programs of the first kind share a multiprocessor, and three of the second
+    (FORWARD, 192, 320): (
+        (64, 64, 4, 2, 0),
+        (64, 32, 4, 2, 168),
+        (64, 32, 4, 3, 0),
+        (128, 64, 8, 3, 0),
+        (128, 64, 8, 2, 0),
+        (32, 32, 4, 1, 0),
+    ),
+    (FORWARD, 192, 384): (
+        (64, 64, 4, 2, 0),
+        (128, 64, 8, 3, 0),
+        (128, 64, 8, 2, 0),
+        (64, 32, 4, 2, 0),
+        (32, 32, 4, 1, 0),
+    ),
+    (FORWARD, 256, 512): (
         (64, 64, 4, 2, 0),
         (128, 64, 8, 2, 0),
         (64, 32, 4, 2, 0),
         (128, 32, 8, 2, 0),
         (32, 32, 4, 1, 0),
     ),
-    (BACKWARD, 64): (
+    (BACKWARD, 64, 128): (
         (128, 64, 4, 2, 0, 64, 64, 4, 3),
         (128, 64, 4, 2, 0, 128, 64, 8, 3),
         (64, 64, 4, 3, 0),
         (64, 64, 4, 2, 0),
         (32, 64, 4, 1, 0),
     ),
-    (BACKWARD, 128): (
+    (BACKWARD, 96, 192): (
         (64, 64, 4, 2, 0, 128, 64, 8, 3),
         (64, 64, 4, 2, 0, 128, 32, 8, 3),
         (64, 128, 8, 3, 0),
@@ -106,8 +137,31 @@ _GUESSES = {
         (32, 64, 4, 3, 0),
         (32, 64, 4, 1, 0),
     ),
+    (BACKWARD, 128, 256): (
+        (64, 64, 4, 2, 0, 128, 64, 8, 3),
+        (64, 64, 4, 2, 0, 128, 32, 8, 3),
+        (64, 128, 8, 3, 0),
+        (64, 64, 4, 2, 0),
+        (32, 64, 4, 3, 0),
+        (32, 64, 4, 1, 0),
+    ),
+    (BACKWARD, 192, 320): (
+        (32, 64, 4, 2, 0, 128, 64, 8, 2),
+        (32, 64, 4, 2, 0, 64, 32, 4, 2),
+        (32, 128, 8, 2, 0, 128, 32, 8, 3),
+        (64, 64, 8, 1, 0, 128, 64, 8, 2),
+        (32, 64, 8, 1, 0),
+        (32, 32, 4, 1, 0),
+    ),
+    (BACKWARD, 192, 384): (
+        (32, 128, 8, 2, 0, 128, 64, 8, 2),
+        (32, 128, 8, 2, 0, 64, 32, 4, 2),
+        (64, 64, 8, 1, 0, 128, 64, 8, 2),
+        (32, 64, 8, 1, 0),
+        (32, 32, 4, 1, 0),
+    ),
     # (32, 64) with four warps is not here: it spills 1.5 kB, and its products are serialised
-    (BACKWARD, 256): (
+    (BACKWARD, 256, 512): (
         (32, 64, 8, 1, 0),
         (64, 64, 8, 1, 0),
         (32, 32, 4, 1, 0),
@@ -126,8 +180,10 @@ _WIDE_GUESSES = (
 def _guesses(args: Any, direction: str) -> tuple[tuple[int, ...], ...]:
     if jnp.dtype(args.query.dtype).itemsize == 4:
         return _WIDE_GUESSES
-    width = max(args.query.shape[-1], args.value.shape[-1])
-    return _GUESSES[direction, next(most for most in (64, 128, 256) if width <= most)]
+    sizes = _columns(args)
+    keys = ((x, one, both) for x, one, both in _GUESSES if x == direction)
+    fits = (key for key in keys if max(sizes) <= key[1] and sum(sizes) <= key[2])
+    return _GUESSES[next(fits)]
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
@@ -136,6 +192,9 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     extras = (args.bias, args.attention_mask, args.alibi_slopes, args.dropout_prob or None)
     if _launch.is_amd(target) or any(x is not None for x in extras):  # these need registers
         guesses = [dataclasses.replace(c, max_registers=0) for c in guesses]
+    if direction != FORWARD and args.bias is not None:
+        # tiles of the bias and of its gradient: larger ones spill up to 1 kB a thread
+        guesses = [dataclasses.replace(c, block_q=max(c.block_q // 2, 32)) for c in guesses]
     bits = args.dropout_prob or args.attention_mask is not None
     if _launch.is_amd(target) and direction != FORWARD and bits:
         # Triton 3.9 does not pipeline loops with such tiles of single bits

@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import (
-    addresses,
     block_lists,
     block_ranges,
+    parts,
     philox,
     softmax,
 )
-from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import mask as masks
 from ejkernel.kernels._triton.flash_attention import call, config
 
@@ -54,10 +54,10 @@ def _add_values(
             CHECKED,
         )  # fmt: skip
     else:
-        b_v = addresses.load_tile(
+        b_v = parts.load(
             value, attention.value_rows, row, attention.num_k, None, BK, CHECKED
         )  # [BK, BE]
-    return tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=attention.PRECISION)
+    return parts.add_dot(acc, p, b_v, attention.PRECISION)
 
 
 @triton.jit
@@ -73,10 +73,10 @@ def _store(acc, m, l, factor, sinks, block, attention, out, lse, BQ: tl.constexp
         factor *= alpha
     if attention.queries.ids is not None:  # padding sees only sinks
         is_real_row = (block.ids >= 0) & (block.more_ids >= 0)
-        acc = tl.where(is_real_row[:, None], acc, 0.0)
-    acc *= (factor / tl.where(l == 0.0, 1.0, l))[:, None]  # one quotient a row
+        acc = parts.keep_rows(acc, is_real_row)
+    acc = parts.scale(acc, (factor / tl.where(l == 0.0, 1.0, l))[:, None])  # one quotient a row
     out += block.query_row * attention.out_rows.WIDTH
-    addresses.store_tile(out, attention.out_rows, block.row, attention.num_q, acc, BQ)
+    parts.store(out, attention.out_rows, block.row, attention.num_q, acc, BQ)
     p_lse = lse + (block.at.batch * attention.HEADS + block.at.head) * attention.num_q + block.o_q
     tl.store(p_lse, softmax.logsumexp(m, l), mask=block.o_q < attention.num_q)
 
@@ -99,9 +99,9 @@ def flash_attention_fwd_careful_kernel(
     query += block.query_row * attention.query_rows.WIDTH
     key += block.key_row * attention.key_rows.WIDTH
     value += block.key_row * attention.value_rows.WIDTH
-    b_q = addresses.load_tile(
+    b_q = parts.load(  # [BQ, BD]
         query, attention.query_rows, block.row, attention.num_q, None, BQ, True
-    )  # [BQ, BD]
+    )
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK * SPLIT)
     listed = None
     if schedule.lists is not None:
@@ -109,7 +109,7 @@ def flash_attention_fwd_careful_kernel(
     visits = block_ranges.Bounds(first, full, ragged, last, schedule.lists, listed)
     m = tl.full([BQ], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BQ], tl.float32)  # sum of weights exp(x - m)
-    acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)  # weighted values
+    acc = parts.zeros(attention.value_rows, BQ)  # weighted values
     one = tl.full([BQ], 1.0, tl.float32)
     if first >= last:
         # If the loop could be left out, the sums of products in flight at its end would meet zeros
@@ -122,13 +122,14 @@ def flash_attention_fwd_careful_kernel(
         j = block_lists.tile(visits, ahead, i, BK)
         ahead = block_lists.entry(visits, i + 1, last * SPLIT, BK)
         row = j * BK
-        b_k = addresses.load_tile(
+        b_k = parts.load(  # [BK, BD]
             key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
-        )  # [BK, BD]
-        dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
+        )
+        dots = parts.dot_transposed(b_q, b_k, attention.PRECISION)  # [BQ, BK]
         x, _ = common.scores(dots, j, masked, block, attention, BK)
         m, l, p, alpha = softmax.update(m, l, x, attention.scores.FACTOR)
-        acc = _add_values(acc * alpha[:, None], p, j, value, block, attention, BK, CHECKED, True)
+        acc = parts.scale(acc, alpha[:, None])
+        acc = _add_values(acc, p, j, value, block, attention, BK, CHECKED, True)
     m *= attention.scores.FACTOR
     _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
 
@@ -143,28 +144,32 @@ def flash_attention_fwd_kernel(
     query += block.query_row * attention.query_rows.WIDTH
     key += block.key_row * attention.key_rows.WIDTH
     value += block.key_row * attention.value_rows.WIDTH
-    b_q = addresses.load_tile(
+    b_q = parts.load(  # [BQ, BD]
         query, attention.query_rows, block.row, attention.num_q, None, BQ, True
-    )  # [BQ, BD]
+    )
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK)
     listed = None
     if schedule.lists is not None:
         listed = block_lists.entries(schedule.lists, block, BQ)
     visits = block_ranges.Bounds(first, full, ragged, last, schedule.lists, listed)
+    if attention.value_rows.rest is not None:
+        if first >= last:  # with two sums, ptxas would serialise products here too: see above
+            tl.store(flags + tl.program_id(0), 1)
+            return
     UNITS: tl.constexpr = attention.scores.FACTOR * softmax.LOG2_E  # of logits, in base 2
     m = tl.zeros([BQ], tl.float32)  # the reference of a row
     l = tl.zeros([BQ], tl.float32)
-    acc = tl.zeros([BQ, attention.value_rows.PADDED], tl.float32)
+    acc = parts.zeros(attention.value_rows, BQ)
     ahead = block_lists.entry(visits, first, last, BK)
     for i in range(first, last):
         masked = (i < full) | (i >= ragged)
         j = block_lists.tile(visits, ahead, i, BK)
         ahead = block_lists.entry(visits, i + 1, last, BK)
         row = j * BK
-        b_k = addresses.load_tile(
+        b_k = parts.load(  # [BK, BD]
             key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
-        )  # [BK, BD]
-        dots = tl.dot(b_q, tl.trans(b_k), input_precision=attention.PRECISION)  # [BQ, BK]
+        )
+        dots = parts.dot_transposed(b_q, b_k, attention.PRECISION)  # [BQ, BK]
         x, _ = common.scores(dots, j, masked, block, attention, BK)
         if i == first:
             m = softmax.finite(tl.max(x, 1))
@@ -172,7 +177,7 @@ def flash_attention_fwd_kernel(
         l += tl.sum(p, 1)
         acc = _add_values(acc, p, j, value, block, attention, BK, CHECKED, False)
     is_real_row = (block.o_q < attention.num_q) & (block.ids >= 0) & (block.more_ids >= 0)
-    in_range = (l >= _LEAST) & (l <= _MOST) & addresses.finite_rows(acc)
+    in_range = (l >= _LEAST) & (l <= _MOST) & parts.finite_rows(acc)
     flagged = tl.max((is_real_row & (in_range == 0)).to(tl.int32), 0)
     tl.store(flags + tl.program_id(0), flagged)
     # The product m * UNITS was rounded when it was subtracted. That does not matter to a quotient
