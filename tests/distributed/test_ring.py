@@ -286,9 +286,10 @@ def test_a_ring_of_four_tpus_compiles(layout, without_jax_cache):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("platform", ["triton", "pallas"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_ring_of_four_gpus_compiles(layout, without_jax_cache):
-    """With Triton's kernels, by XLA for H200s, where JAX's plugin for CUDA is installed."""
+def test_a_ring_of_four_gpus_compiles(layout, platform, without_jax_cache):
+    """By XLA for H200s, where JAX's plugin for CUDA is installed."""
     pytest.importorskip("triton")
     if reason := _xla_gpu.why_not(_targets.parse("cuda:sm_90"), "programs are"):
         pytest.skip(reason)
@@ -296,7 +297,7 @@ def test_a_ring_of_four_gpus_compiles(layout, without_jax_cache):
     x = jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, RING))
 
     def loss(*xs):
-        options = {"strategy": "ring", "layout": layout, "platform": "triton", "mesh": mesh}
+        options = {"strategy": "ring", "layout": layout, "platform": platform, "mesh": mesh}
         return ring_attention(*xs, causal=True, **options).astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh), _triton_call.lower_for(GpuTarget("cuda", 90)):
@@ -304,7 +305,8 @@ def test_a_ring_of_four_gpus_compiles(layout, without_jax_cache):
         program = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
     assert "collective-permute" in program
     assert "all-gather" not in program
-    assert program.count("triton_kernel_call") >= 4
+    name = {"triton": "triton_kernel_call", "pallas": "mosaic_gpu"}[platform]
+    assert program.count(name) >= 4
     transfers = re.findall(
         r"(collective-permute-start\S*) = (.*?) collective-permute-done\(", program, re.DOTALL
     )

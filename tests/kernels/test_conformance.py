@@ -92,7 +92,7 @@ def test_matches_oracle(op, entry, case, record_property):
 
 
 # take no case of the spec, whose arrays are small: tests/kernels/test_pallas_gpu*.py have their own
-OWN_CASES = [("flash_attention", "pallas/gpu"), ("grouped_matmul", "pallas/gpu")]
+OWN_CASES = [(op, "pallas/gpu") for op in ("flash_attention", "grouped_matmul", "ring_attention")]
 
 
 def interpreted_entries():

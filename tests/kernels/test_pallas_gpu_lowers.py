@@ -5,11 +5,12 @@ tests/aot/test_mosaic.py makes its machine code, where JAX's plugin for CUDA is 
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ejkernel._device import Target
-from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._pallas.gpu.flash_attention import config
+from ejkernel.modules import ring_attention
 from tests.kernels.test_pallas_gpu import ENTRY, arrays, make
 
 pytestmark = pytest.mark.skipif(probe.why_not() is not None, reason=str(probe.why_not()))
@@ -83,22 +84,41 @@ def test_every_option_lowers(d, options, lengths):
         assert_lowers(call(d, lengths, OPTIONS[options]), number)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(check_vma):
-    """JAX takes no refs to arrays that differ over a mesh, which the second launch updates."""
-    args, mesh = call(128, (256, 256), OPTIONS["causal"]), mesh_of_h200s(2, "Auto")
-    cfg = config.heuristic(args, "forward", H200)
-    names = tuple(args.arrays())
-    run = jax.shard_map(
-        lambda *xs: ENTRY.fn(args.with_arrays(dict(zip(names, xs, strict=True))), cfg)[0],
-        mesh=mesh,
-        in_specs=jax.sharding.PartitionSpec("x"),
-        out_specs=jax.sharding.PartitionSpec("x"),
-        check_vma=check_vma,
-    )
+def lowered_on_two(fn, arrays, spec, check_vma=True):
+    """A program in a `shard_map` over two H200s."""
+    mesh = mesh_of_h200s(2, "Auto")
+    run = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
     with jax.sharding.use_abstract_mesh(mesh):
-        if check_vma:
-            with pytest.raises(UnsupportedError, match="check_vma=False"):
-                jax.jit(run).trace(*args.arrays().values())
-        else:
-            jax.jit(run).trace(*args.arrays().values()).lower(lowering_platforms=("cuda",))
+        return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_shard_map(check_vma, direction):
+    args = call(128, (256, 256), OPTIONS["causal"])
+    cfgs = [config.heuristic(args, d, H200) for d in ("forward", "backward")]
+    names = tuple(args.arrays())
+
+    def run(*xs):
+        mine = args.with_arrays(dict(zip(names, xs, strict=True)))
+        outputs, residuals = ENTRY.fn(mine, cfgs[0])
+        if direction == "forward":
+            return outputs
+        wanted = frozenset(names)
+        return tuple(ENTRY.backward(mine, cfgs[1], outputs, residuals, outputs, wanted).values())
+
+    text = lowered_on_two(run, args.arrays().values(), P("x"), check_vma)
+    assert text.count("mosaic_gpu") >= 2
+
+
+def test_a_ring():
+    """Forward and backward around keys that travel between two devices."""
+    x = jax.ShapeDtypeStruct((1, 512, 2, 128), "bfloat16")
+
+    def loss(*xs):
+        options = {"axis_name": "x", "strategy": "ring", "platform": "pallas"}
+        return ring_attention(*xs, causal=True, **options).astype("float32").sum()
+
+    text = lowered_on_two(jax.grad(loss, (0, 1, 2)), (x, x, x), P(None, "x"))
+    assert "collective_permute" in text
+    assert text.count("mosaic_gpu") >= 4

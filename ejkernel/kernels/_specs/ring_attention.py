@@ -201,6 +201,12 @@ def _changes() -> dict[str, dict[str, Any]]:
     }
 
 
+def publish(args: RingAttentionArgs) -> dict[str, Any]:
+    """Canonical arguments as the public function takes them, which is not told of devices."""
+    made = flash_attention.publish(args)
+    return {name: value for name, value in made.items() if name != "devices"}
+
+
 SPEC = RingAttentionSpec(
     name=_OP,
     work=_work_attention.ring_attention,
@@ -219,7 +225,7 @@ SPEC = RingAttentionSpec(
     twin=lambda args, block: _twin(args, block),
     config=RingAttentionConfig,
     scalars={"dropout_seed": functools.partial(_common.seed_array, "ring_attention")},
-    publish=flash_attention.publish,
+    publish=publish,
     shardable=frozenset({"b", "h", "g", "t", "s"}),
     aliases={"g": "h", "s": "t"},
     localize=localize,
