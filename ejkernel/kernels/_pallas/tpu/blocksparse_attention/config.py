@@ -13,7 +13,7 @@ from ejkernel.ops.core.kernel import BACKWARD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(dense.Config):
-    """`stream`: listed blocks that are fetched at once; `parts`: so many pieces they are joined to."""
+    """`stream`: listed blocks fetched at once; `parts`: so many pieces they are joined to."""
 
 
 _SIZES = (512, 256, tiles.LANES)
