@@ -47,8 +47,8 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """More or fewer blocks at once, as many as fit; at least one."""
     limit = capacity.vmem(target)
     # by the cycles of schedules for v5e, 32768 tokens, d = 128, an eighth of blocks of 128, beside
-    # dense attention: 8 blocks in 2 parts 0.20 forward, 0.12 backward; 4 in one 0.27 and 0.13;
-    # backward in two passes 0.16
+    # dense attention: 8 blocks in 2 parts 0.20 forward, 0.16 backward; 4 in one 0.27 and 0.18;
+    # backward in two passes 0.22
     guesses = ((8, 2), (4, 1), (2, 1), (1, 1))
     made = [_with_stream(args, *guess) for guess in guesses]
     if direction == BACKWARD:
