@@ -45,7 +45,7 @@ class Call:
     """The operands of one kernel, collected by name."""
 
     _checked = True  # addresses of copies, which no index of a table decides here
-    dq: dq.InOnePass | None  # how a kernel that holds keys makes dq as well, where it does
+    dq: Any = None  # how a kernel that holds keys makes dq as well, where it does
 
     def __init__(self, args: Any, cfg: config.Config, holds_keys: bool, every_fetch: bool = False):
         """`every_fetch`: programs run even where they have nothing to visit."""
