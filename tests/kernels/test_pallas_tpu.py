@@ -99,6 +99,50 @@ def test_parts_of_blocks_on_an_edge(length, options):
     assert_matches(values, cfg)
 
 
+ONE_PASS = {
+    # several visits to each of several blocks of keys, and groups of heads
+    "groups": ((2, 40, 56, 4, 2, 8, 16), {"causal": True}, {"stream": 1}),
+    "parts": ((1, 31, 47, 1, 1, 8, 8), {"causal": True}, {"parts": 2, "stream": 2}),
+    "window": ((1, 32, 80, 2, 1, 8, 8), {"sliding_window": (5, 0)}, {"stream": 1}),
+    # parts that a mask cuts begin inside a block of queries
+    "edges": ((1, 600, 560, 1, 1, 8, 8), {"causal": True}, {"block_q": 512, "block_k": 512}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_dq_in_the_pass_over_keys(name):
+    sizes, options, settings = ONE_PASS[name]
+    settings = {"block_q": 16, "block_k": 16} | settings
+    assert_matches(arrays(*sizes) | options, config.Config(**settings, one_pass=True))
+
+
+def test_parts_overlap_in_the_order_of_their_stages():
+    values = arrays(1, 31, 47, 1, 1, 8, 8) | {"causal": True, "return_lse": True}
+    assert_matches(values, config.Config(block_q=16, block_k=16, parts=2, overlap=True))
+
+
+def kernels_of(wanted, one_pass=True, **options):
+    args = make(arrays(1, 16, 16, 1, 1, 8, 8) | options)
+    cfg = config.Config(block_q=16, block_k=16, one_pass=one_pass)
+
+    def gradients(args):
+        outputs, residuals = ENTRY.fn(args, cfg)
+        return ENTRY.backward(args, cfg, outputs, residuals, outputs, frozenset(wanted))
+
+    text = str(jax.make_jaxpr(gradients)(args))
+    return [name for name in ("dkv", "dq") if f"flash_attention_bwd_{name}_kernel" in text]
+
+
+def test_one_pass_serves_dq_with_keys_or_values_and_without_bias():
+    everything = ("query", "key", "value")
+    assert kernels_of(everything) == ["dkv"]
+    assert kernels_of(everything, one_pass=False) == ["dkv", "dq"]
+    assert kernels_of(("query", "value")) == ["dkv"]
+    assert kernels_of(("query",)) == ["dq"]
+    assert kernels_of(("key",)) == ["dkv"]
+    assert kernels_of((*everything, "bias"), bias=jnp.ones((1, 1, 16, 16))) == ["dkv", "dq"]
+
+
 @pytest.mark.parametrize("case", ["causal", "segments_window_bias"])
 def test_no_race(case):
     made = harness.problem(OP, case, "float32")
@@ -258,6 +302,29 @@ def test_guesses_are_whole_registers_and_fit(length, direction, target):
         assert cfg.block_q % 128 == cfg.block_k % 128 == 0
         assert cfg.block_q < length + 128
         assert cfg.block_k < length + 128
+
+
+@pytest.mark.parametrize(
+    ("shape", "model", "one_pass"),
+    [
+        ((1, 4096, 8, 128), "TPU v6 lite", True),
+        ((1, 4096, 1, 128), "TPU v6 lite", True),
+        ((1, 4096, 8, 128), "TPU v5", True),
+        ((1, 4096, 1, 128), "TPU v5", False),  # one head of keys would leave a core idle
+        ((1, 4096, 8, 128), "TPU v4", False),
+        ((1, 1 << 18, 8, 128), "TPU v6 lite", False),
+    ],
+)
+def test_one_pass_where_dq_of_a_key_head_fits(shape, model, one_pass):
+    values = dict.fromkeys(("query", "key", "value"), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    args, target = jax.eval_shape(make, values), Target(kind="tpu", model=model)
+    cfg = config.heuristic(args, "backward", target)
+    assert cfg.one_pass == one_pass
+    assert not config.heuristic(args, "forward", target).one_pass
+    assert config.misfit(args, "backward", cfg, target) is None
+    fits = shape[1] == 4096 and model != "TPU v4"
+    one = config.Config(block_q=512, block_k=512, one_pass=True)
+    assert (config.misfit(args, "backward", one, target) is None) == fits
 
 
 @pytest.mark.parametrize("bad", [{"block_q": 12}, {"block_k": 0}, {"parts": 3}, {"stream": 0}])

@@ -261,3 +261,44 @@ def test_an_unknown_instruction_is_named(opcode):
     outcome, out = run_product(replaced(r"\bshl\.b32\b", opcode))
     assert outcome.fault.startswith(f"UnknownInstructionError: `{opcode} %r")
     assert np.isnan(out).all()
+
+
+PACKED = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry packed_kernel(
+    .param .u64 packed_kernel_param_0
+)
+.reqntid 32
+{
+    .reg .b16 %rs<5>;
+    .reg .b32 %r<5>;
+    .reg .b64 %rd<2>;
+    ld.param.b64 %rd1, [packed_kernel_param_0];
+    mov.u32 %r1, %tid.x;
+    cvt.u16.u32 %rs3, %r1;
+    mov.b32 %r2, {%rs4, %rs3};
+    shr.u32 %r3, %r2, SHIFT;
+    st.global.b32 [%rd1], %r3;
+    LATER
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shift", "later", "result", "fault"),
+    [
+        (16, "", 31, None),  # the undefined half is shifted away
+        (0, "", 31 * 65536 + 0xA5A5, None),
+        (16, "cvt.u16.u32 %rs4, %r1;", 0, "%rs4 is read before it is written"),
+    ],
+)
+def test_what_nothing_writes_is_noise(shift, later, result, fault):
+    """Compilers leave half of a pair undefined where nobody reads it."""
+    out = np.zeros(1, np.uint32)
+    code = PACKED.replace("SHIFT", str(shift)).replace("LATER", later)
+    outcome = launch.run(code, [out], (1,), 0, [out])
+    assert out[0] == result
+    assert (outcome.fault is None) if fault is None else fault in outcome.fault

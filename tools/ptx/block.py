@@ -81,7 +81,11 @@ class Block:
         dtype = table.UNSIGNED[bits]
         if isinstance(operand, text.Register):
             if (found := self._registers.get(operand.name)) is None:
-                raise faults.Fault(f"{operand.name} is read before it is written")
+                if self.program.may_write(operand.name):
+                    raise faults.Fault(f"{operand.name} is read before it is written")
+                # LLVM leaves out what fills bits that are shifted away again
+                noise = dtype(0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1))
+                found = self._registers[operand.name] = np.full(self.threads, noise, dtype)
             return found if found.dtype == dtype else found.astype(dtype)
         if isinstance(operand, text.Number):
             key = operand.value, bits

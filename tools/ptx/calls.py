@@ -379,6 +379,48 @@ _CELLS = {
     for d, batch in ((64, 40), (128, 20), (800, 70))
 }
 
+
+def _slots(tokens: int, total: int) -> jax.Array:
+    """A place of its own for each token; some have none."""
+    order = np.random.default_rng(3).permutation(total)[:tokens]
+    order[::7] = -1
+    order[3::50] = total + 5
+    return jnp.asarray(order, jnp.int32)
+
+
+def _written(
+    names: tuple[str, str], page: tuple[int, ...], new: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Callable[[_Draw], Values]:
+    """Pages of 16 tokens and 301 new ones."""
+
+    def make(draw: _Draw) -> Values:
+        arrays = {name: draw(301, *shape) for name, shape in zip(names, new, strict=True)}
+        return arrays | {"kv_pages": draw(24, *page), "slot_mapping": _slots(301, 24 * 16)}
+
+    return make
+
+
+def _two_caches(groups: int, d: int) -> Callable[[_Draw], Values]:
+    return lambda draw: {
+        "keys": draw(301, groups, d),
+        "values": draw(301, groups, d),
+        "key_cache": draw(24, groups, 16, d),
+        "value_cache": draw(24, groups, 16, d),
+        "slot_mapping": _slots(301, 24 * 16),
+    }
+
+
+_KEYS, _LATENTS = ("keys", "values"), ("latents", "ropes")
+_KV_PAGES = {
+    f"d{d}": _written(_KEYS, (16, 2 * g, d), ((g, d), (g, d)))
+    for g, d in ((8, 128), (3, 64), (1, 96))
+}
+_LATENT_PAGES = {
+    "512 and 64": _written(_LATENTS, (16, 576), ((512,), (64,))),
+    "odd": _written(_LATENTS, (16, 107), ((96,), (11,))),
+}
+_CACHES = {"d128": _two_caches(8, 128), "d64": _two_caches(3, 64), "d96": _two_caches(1, 96)}
+
 CALLS: dict[str, dict[str, Callable[[_Draw], Values]]] = {
     "flash_attention": _ATTENTION,
     "linear_recurrence": _RECURRENCE,
@@ -392,6 +434,9 @@ CALLS: dict[str, dict[str, Callable[[_Draw], Values]]] = {
     "grouped_matmul": _GROUPED,
     "mean_pooling": _POOLING,
     "recurrent": _CELLS,
+    "update_kv_pages": _KV_PAGES,
+    "update_latent_pages": _LATENT_PAGES,
+    "update_paged_cache": _CACHES,
 }
 
 

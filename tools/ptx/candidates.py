@@ -79,7 +79,12 @@ def run(op: str, name: str, dtype: str = "bfloat16", *, gradients: bool = True) 
 
 
 def _configs(op: str, entry: Any, args: Any, direction: str) -> list[Any]:
-    """The tuner's configurations; few programs, so that each has several tiles."""
+    """The tuner's configurations; few programs, so that each has several tiles.
+
+    A kernel without any has one way to run.
+    """
+    if entry.config is None:
+        return [None]
     found = entry.config.candidates(calls.of_tuner(op, args), direction, case.H200)
     few = lambda cfg: (
         dataclasses.replace(cfg, num_programs=2) if hasattr(cfg, "num_programs") else cfg
@@ -89,6 +94,8 @@ def _configs(op: str, entry: Any, args: Any, direction: str) -> list[Any]:
 
 def _changed(cfg: Any) -> str:
     """The members of a configuration that are not its defaults."""
+    if cfg is None:
+        return "without configurations"
     shown = [
         f"{f.name}={value}"
         for f in dataclasses.fields(cfg)

@@ -75,6 +75,19 @@ class Program:
         """Whether an instruction moves single bytes of shared memory."""
         return any(re.search(r"shared\S*8$", i.opcode) for i in self.instructions)
 
+    def may_write(self, name: str) -> bool:
+        """Whether an instruction has a register in its first operand, where results go."""
+        return any(
+            i.operands is None or (i.operands and name in _names(i.operands[0]))
+            for i in self.instructions
+        )
+
+
+def _names(operand: Operand) -> set[str]:
+    if isinstance(operand, tuple):
+        return set().union(*map(_names, operand))
+    return {operand.name} if isinstance(operand, Register) else set()
+
 
 def read(ptx: str) -> Program:
     """Reads the one kernel of a PTX module."""

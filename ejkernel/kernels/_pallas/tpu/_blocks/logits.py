@@ -48,6 +48,7 @@ class Tile:
     shape: tuple[int, int]
     masked: bool
     band: block_ranges.Band | None = None
+    starts: tuple[Any, ...] = ()  # first tokens of the streamed blocks, where several are joined
 
     @property
     def rows(self) -> Any:

@@ -1,6 +1,5 @@
 """Block-sparse attention on TPUs, in bfloat16 and float32; masks of blocks known or traced."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,19 +26,11 @@ def _requires(args: Any) -> str | None:
     return capacity.smem_refusal(numbers) or flash_attention.refused_sizes(args)
 
 
-def _backward(args: Any, cfg: config.Config, *given: Any) -> dict[str, Any]:
-    """Gradients; dq is made in the pass over keys only where both are wanted."""
-    *_, wanted = given
-    if "query" not in wanted or not wanted & {"key", "value"}:
-        cfg = dataclasses.replace(cfg, one_pass=False)
-    return bwd.backward(args, cfg, *given, prepare=call.Call)
-
-
 kernel_registry.register(
     "blocksparse_attention",
     Platform.PALLAS,
     Backend.TPU,
-    backward=_backward,
+    backward=functools.partial(bwd.backward, prepare=call.Call),
     config=config,
     honours=_HONOURS,
     requires=_requires,

@@ -16,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import block_ranges, grid, logits
-from ejkernel.kernels._pallas.tpu.blocksparse_attention import config, dq
+from ejkernel.kernels._pallas.tpu.blocksparse_attention import config
 from ejkernel.kernels._pallas.tpu.flash_attention import call as dense
+from ejkernel.kernels._pallas.tpu.flash_attention import dq
 
 _IN_HBM = object()  # in place of a block spec, for arrays that a program copies from
 
@@ -54,7 +55,7 @@ class Call(dense.Call):
         self.rules = self._rules(len(keys.ids))
         self.operands = grid.Operands(dense.OPTIONAL)
         self.buffers: dict[str, Any] = {}
-        self.dq = dq.InOnePass(self) if holds_keys and cfg.one_pass else None
+        self.dq = dq.InOnePass(self, visits=0) if holds_keys and cfg.one_pass else None
         self.table, lists = self._lists(seen)
         self.lead = lists.shape[:2]
         self._add_lists(lists)
@@ -138,10 +139,6 @@ class Call(dense.Call):
         return b, h, jax.lax.div(h, self._int(self.group)), held, None
 
     @property
-    def _in_order(self) -> int:
-        return 2 if self.dq is not None else self._sequential
-
-    @property
     def _vmem_limit(self) -> int:
         return config.vmem_limit(self.args, self.cfg)
 
@@ -190,7 +187,7 @@ class Call(dense.Call):
             """Several blocks at once if not masked: their places in the call do not matter."""
             size = self._int(self.step)
             starts = tuple(refs.list[0, j * per + u + i] * size for i in range(blocks))
-            return dq.Tile(
+            return logits.Tile(
                 row=0,
                 lane=pl.multiple_of(u * size, self.step),
                 held=at.held * size,

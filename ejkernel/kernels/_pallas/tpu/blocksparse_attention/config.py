@@ -13,12 +13,7 @@ from ejkernel.ops.core.kernel import BACKWARD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(dense.Config):
-    """`stream`: listed blocks that are fetched at once; `parts`: so many pieces they are joined to.
-
-    `one_pass`: the pass over keys makes dq too, all queries of a key head in VMEM.
-    """
-
-    one_pass: bool = False
+    """`stream`: listed blocks fetched at once; `parts`: so many pieces they are joined to."""
 
 
 _SIZES = (512, 256, tiles.LANES)
@@ -43,17 +38,17 @@ def _with_stream(args: Any, stream: int, parts: int = 1, one_pass: bool = False)
 def vmem_limit(args: Any, cfg: Config) -> int:
     """What to ask of the compiler."""
     size, padded = sizes(args.block_size)
-    _, t, heads, d = args.query.shape
-    queries = heads // args.key.shape[2] * cdiv(t, size) * padded
-    return dense.vmem_limit(args, cfg) + (4 * d * queries if cfg.one_pass else 0)
+    rows = cdiv(args.query.shape[1], size) * padded if cfg.one_pass else 0
+    whole = dataclasses.replace(cfg, one_pass=False)
+    return dense.vmem_limit(args, whole) + dense.dq_bytes(args, rows)
 
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """More or fewer blocks at once, as many as fit; at least one."""
     limit = capacity.vmem(target)
     # by the cycles of schedules for v5e, 32768 tokens, d = 128, an eighth of blocks of 128, beside
-    # dense attention: 8 blocks in 2 parts 0.20 forward, 0.12 backward; 4 in one 0.27 and 0.13;
-    # backward in two passes 0.16
+    # dense attention: 8 blocks in 2 parts 0.20 forward, 0.16 backward; 4 in one 0.27 and 0.18;
+    # backward in two passes 0.22
     guesses = ((8, 2), (4, 1), (2, 1), (1, 1))
     made = [_with_stream(args, *guess) for guess in guesses]
     if direction == BACKWARD:
@@ -69,10 +64,7 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
 
 def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
     """Why a config of another call has no room here."""
-    needed, limit = vmem_limit(args, cfg), capacity.vmem(target)
-    if cfg.one_pass and needed > limit:
-        return f"dq of all queries of a key head takes {needed} bytes of VMEM, more than {limit}"
-    return None
+    return dense.dq_misfit(cfg, vmem_limit(args, cfg), target)
 
 
 def testing(args: Any, direction: str) -> Config:

@@ -1,9 +1,11 @@
 """Attention backward on a TPU, from the rows' logsumexp (Dao, 2023).
 
-One kernel holds keys and gives dk and dv, a second one holds queries and gives dq: each sum is made
-in one place and in one order, at the price of two products more.
+One kernel holds keys and gives dk and dv, and dq too where its sums fit into VMEM. Otherwise a
+second one holds queries and gives dq, at the price of two products more. Each sum is made in one
+place and in one order.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +44,9 @@ def backward(
     # rows without a key have weights of zero, as those beyond the length
     shifted = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     rows = jnp.stack([jnp.where(bad, jnp.nan, shifted), delta], axis=2)  # [b, h, 2, t]
+    # dbias takes a pass over queries, which makes dq as well
+    if "query" not in wanted or "bias" in wanted:
+        cfg = dataclasses.replace(cfg, one_pass=False)
     if wanted & {"key", "value"}:
         grads |= _over_keys(prepare(args, cfg, holds_keys=True), dout, rows)
     if (wanted - grads.keys()) & {"query", "bias"}:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.tpu._blocks import block_ranges, grid, logits, softmax, tiles
-from ejkernel.kernels._pallas.tpu.flash_attention import config
+from ejkernel.kernels._pallas.tpu.flash_attention import config, dq
 
 OPTIONAL = (
     "bias", "mask", "held_rows", "streamed_rows", "slopes", "sinks", "seed", "dbias",
@@ -74,6 +74,7 @@ class Call:
         self.hides = bool(keys.ids) or reach != (None, None) or args.attention_mask is not None
         self.rules = self._rules(len(keys.ids))
         self.operands = grid.Operands(OPTIONAL)
+        self.dq = dq.InOnePass(self, visits=1) if holds_keys and cfg.one_pass else None
         self._add_extras()
 
     def _plan(self, described: Any) -> None:
@@ -181,7 +182,7 @@ class Call:
     @property
     def _in_order(self) -> int:
         """Axes of the grid whose programs run one after the other."""
-        return self._sequential
+        return self._sequential + (self.dq is not None)
 
     def is_first(self) -> Any:
         """Whether a held block has just come."""
@@ -359,9 +360,10 @@ class Call:
 
         def visit(j: Any, carry: Any, masked: bool) -> Any:
             rows = self.held_size // self.cfg.parts
-            for part in range(self.cfg.parts):
-                for _ in step(self._tile(at, j, (part * rows, 0), (rows, self.step), masked)):
-                    pass
+            starts, shape = range(0, self.held_size, rows), (rows, self.step)
+            made = [step(self._tile(at, j, (row, 0), shape, masked)) for row in starts]
+            for together in [made] if self.cfg.overlap else [[one] for one in made]:
+                grid.overlap(together)
             return carry
 
         nothing = np.int32(0)

@@ -21,13 +21,16 @@ class Config:
     """Queries and keys in a tile, and how a core works on them.
 
     Backward for dk and dv holds `block_k` keys and streams `block_q` queries; backward for dq has
-    the two sizes exchanged.
+    the two sizes exchanged. With `one_pass`, the pass over keys makes dq too, the sums of all
+    queries of a key head in VMEM.
     """
 
     block_q: int
     block_k: int
     parts: int = 1  # of the held block, worked on side by side
     stream: int = 4  # blocks of the streamed side that are fetched at once
+    overlap: bool = False  # parts are one stage behind each other, not one after the other
+    one_pass: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
@@ -58,26 +61,36 @@ def vmem_bytes(args: Any, cfg: Config, holds_keys: bool = False) -> int:
 def vmem_limit(args: Any, cfg: Config) -> int:
     """What to ask of the compiler."""
     needed = max(vmem_bytes(args, cfg, holds_keys) for holds_keys in (False, True))
-    return max(16 * _MIB, 2 * needed)
+    rows = cdiv(args.query.shape[1], cfg.block_q) * cfg.block_q if cfg.one_pass else 0
+    return max(16 * _MIB, 2 * needed) + dq_bytes(args, rows)
+
+
+def dq_bytes(args: Any, rows: int) -> int:
+    """VMEM for dq of so many queries of each head: sums of a key head, and what is copied out."""
+    _, _, heads, d = args.query.shape
+    size = jnp.dtype(args.query.dtype).itemsize
+    lanes = cdiv(d, _LANES) * _LANES
+    return rows * (4 * d * heads // args.key.shape[2] + size * lanes)
 
 
 # (block_q, block_k, parts, stream), best first by the cycles of the compiled schedule, for 8 heads
-# of 4096 tokens and d = 128 in bfloat16, with and without a mask (benchmarks/tpu_static.py). Parts
-# overlap on v5e; v6e schedules one large product better than several.
+# of 4096 tokens and d = 128 in bfloat16, with and without a mask (benchmarks/tpu_static.py).
 _SMALL = ((512, 512, 1, 8), (256, 512, 1, 4), (256, 256, 1, 4), (128, 128, 1, 1))
 _GUESSES = {
     (FORWARD, "v5"): ((1024, 1024, 4, 4), (512, 1024, 2, 4), (512, 512, 1, 8)),
     (FORWARD, ""): (
-        (2048, 1024, 1, 4),
-        (1024, 2048, 1, 2),
+        (2048, 1024, 4, 4),
+        (2048, 2048, 4, 2),
         (1024, 1024, 1, 4),
         (512, 1024, 1, 4),
     ),
     (BACKWARD, "v5"): ((512, 512, 1, 4), (512, 512, 2, 4), (512, 1024, 2, 4)),
     (BACKWARD, ""): ((1024, 1024, 2, 2), (512, 1024, 1, 4), (512, 512, 1, 4)),
 }
-# A window ends in blocks that are partly hidden: larger ones cost backward more than they save.
+# A window ends in blocks that are partly hidden: larger ones cost two passes more than they save.
 _BACKWARD_NEAR = ((512, 512, 1, 4),)
+# Best on v5e and v6e, with and without a mask or a window.
+_ONE_PASS = ((1024, 1024, 2, 2), (512, 1024, 1, 4), (512, 512, 1, 4))
 
 
 # Arrays that do not tell which tokens belong together: without others, one table serves all rows.
@@ -104,12 +117,24 @@ def _guesses(args: Any, direction: str, target: Target) -> Sequence[tuple[int, .
 
 def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     """Guesses that fit the device and the lengths; at least the smallest one."""
-    limit = capacity.vmem(target)
-    names = ("block_q", "block_k", "parts", "stream")
+    limit, model = capacity.vmem(target), target.model.lower()
+    # by the schedules of forward: v6e 329 k cycles with 4 parts that overlap, 335 k with one part;
+    # v5e 584 k with 4 parts that overlap, 545 k with 4 one after the other
+    overlap = direction == FORWARD and "v5" not in model
     guesses = (*_guesses(args, direction, target), *_SMALL)
-    made = [_short(args, Config(**dict(zip(names, g, strict=True)))) for g in guesses]
+    made = [_guess(args, guess, overlap=overlap) for guess in guesses]
+    # two cores of a chip share the heads of keys
+    alone = "lite" in model or args.key.shape[0] * args.key.shape[2] > 1
+    if direction == BACKWARD and alone:
+        made = [_guess(args, guess, one_pass=True) for guess in _ONE_PASS] + made
     fitting = [cfg for cfg in made if vmem_limit(args, cfg) <= limit]
     return tuple(dict.fromkeys(fitting or made[-1:]))
+
+
+def _guess(args: Any, guess: tuple[int, ...], **options: bool) -> Config:
+    block_q, block_k, parts, stream = guess
+    cfg = Config(block_q=block_q, block_k=block_k, parts=parts, stream=stream, **options)
+    return _short(args, cfg)
 
 
 def _short(args: Any, cfg: Config) -> Config:
@@ -130,11 +155,24 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
     return candidates(args, direction, target)[0]
 
 
+def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
+    """Why a config of another call has no room here."""
+    return dq_misfit(cfg, vmem_limit(args, cfg), target)
+
+
+def dq_misfit(cfg: Config, needed: int, target: Target) -> str | None:
+    """Why there is no room for dq; how long sequences are matters to nothing else."""
+    limit = capacity.vmem(target)
+    if cfg.one_pass and needed > limit:
+        return f"dq of all queries of a key head takes {needed} bytes of VMEM, more than {limit}"
+    return None
+
+
 def testing(args: Any, direction: str) -> Config:
     """Small blocks that cut the shapes of tests, two of them to a fetch."""
     if direction == FORWARD:
         return Config(block_q=32, block_k=24, stream=2)
-    return Config(block_q=24, block_k=32, stream=2)
+    return Config(block_q=24, block_k=32, stream=2, one_pass=True)
 
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
