@@ -75,9 +75,9 @@ def test_a_gpu():
 def test_a_tpu():
     reports = aot.compile("flash_attention", targets=["tpu:v5e"], call=SMALL)
     made = by_name(reports)
-    for direction, count in (("forward", 1), ("backward", 2)):
+    for direction in ("forward", "backward"):  # one pass each: dq of a short call fits into VMEM
         report = made["pallas/tpu", direction]
-        assert (report.status, len(report.kernels)) == ("compiled", count), report.reason
+        assert (report.status, len(report.kernels)) == ("compiled", 1), report.reason
         assert report.exact
         for kernel in report.kernels:
             assert kernel.cycles > 100

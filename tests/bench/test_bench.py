@@ -298,7 +298,7 @@ def test_a_missed_promise_is_an_exit_code(suite, capsys):
         (("--out", "/nowhere/x.json"), "--out /nowhere/x.json is no file"),
         (("--report", "."), "--report . is no file"),
         (("mean_pooling", "--only", "zzz"), "no workload has 'zzz'"),
-        (("mean_pooling", "--entry", "cuda/gpu"), "--entry 'cuda/gpu' is none of "),
+        (("mean_pooling", "--entry", "cudnn/gpu"), "--entry 'cudnn/gpu' is none of "),
         (("mean_pooling", "--peer", "cuBLAS"), "--peer 'cuBLAS' is not here"),
         (("mean_pooling", "--dtype", "floaty"), "'floaty' is no dtype"),
         (("--workloads", "/nowhere.py"), "/nowhere.py is no Python file"),

@@ -1,5 +1,6 @@
 """`ring_attention` on a platform: the schedule around that platform's `flash_attention`."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -145,7 +146,9 @@ def register(platform: Platform, backend: Backend) -> None:
     """Registers `ring_attention` for a platform whose `flash_attention` is registered."""
     entry = RingEntry(platform, backend)
     honours = entry.inner.honours
-    if honours is not None:  # what the schedule itself acts on
+    if honours is not None:
+        # what a ring has of it, and what the schedule itself acts on
+        honours &= {field.name for field in dataclasses.fields(RingAttentionArgs)}
         honours |= {"axis_name", "strategy", "layout", "softmax_aux"}
     kernel_registry.register(
         "ring_attention",
