@@ -17,6 +17,15 @@ class Rows(NamedTuple):
     count: jax.Array  # [rows], tokens
 
 
+def why_no_kernel(args: Any) -> str | None:
+    """What no kernel of a GPU pools: other dtypes, and nothing."""
+    if args.inputs.dtype.name not in ("bfloat16", "float16", "float32"):
+        return f"needs bfloat16, float16 or float32; got {args.inputs.dtype}"
+    if 0 in args.inputs.shape or (args.cu_seqlens is not None and args.cu_seqlens.shape[0] < 2):
+        return f"needs at least one row, token and feature, and a sequence; got {args.inputs.shape}"
+    return None
+
+
 def make(args: Any) -> Rows:
     """Sequences, or their chunks in order, then empty rows."""
     t, num_sequences = args.inputs.shape[1], args.cu_seqlens.shape[0] - 1
