@@ -132,7 +132,7 @@ class RowInTheMaking:
             ours = _programs.of_entry(self.call, entry, self.mode)
             record.config = ours.config()
             record.failed = self._build(ours.name, ours.fn) or ""
-        except Exception as error:  # noqa: BLE001 - of any type; its row tells it
+        except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; its row says how
             record.failed = short(error)
         self._look_at_device(record)
         return None if record.failed else ours
@@ -179,7 +179,7 @@ class RowInTheMaking:
             return
         try:
             record.failed = self._build(AUTO, auto.fn) or ""
-        except Exception as error:  # noqa: BLE001 - of any type; its row tells it
+        except Exception as error:  # noqa: BLE001 - a kernel may fail in any way; its row says how
             record.failed = short(error)
         self._look_at_device(record)
 

@@ -225,7 +225,7 @@ class _Run:
                 self.progress.begin(*self.here, name)
                 try:
                     times[name].append(self._time(name, run, first=turn == 0))
-                except Exception as error:  # noqa: BLE001 - of any type; its row tells it
+                except Exception as error:  # noqa: BLE001 - it may fail in any way; its row says how
                     failed[name] = short(error)
         return {name: some for name, some in times.items() if name not in failed}, failed
 

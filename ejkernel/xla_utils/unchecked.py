@@ -15,7 +15,7 @@ def run(fn: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax
 
     JAX does not let a program write to memory of arrays that differ. For `fn` with neither
     collectives nor axis indices, which computes the same on each device, that is no mistake.
-    It cannot be mapped or differentiated.
+    `fn` gets every traced array as an argument. It cannot be mapped or differentiated.
     """
     if not any(manual.varying_axes(x) for x in arrays):
         return tuple(fn(*arrays))

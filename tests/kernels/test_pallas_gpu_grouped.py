@@ -290,7 +290,7 @@ def on_h200s(count, kind):
     return AbstractMesh((count,), ("x",), (AxisType[kind],), abstract_device=device)
 
 
-def lower(args, direction, cfg):
+def assert_lowers(args, direction, cfg):
     def run(args):
         if direction == "forward":
             return ENTRY.fn(args, cfg)[0]
@@ -322,7 +322,7 @@ def test_every_config_lowers(number, direction):
     args = abstract(32768, 4096, 4096, 8)
     found = config.candidates(args, direction, H200)
     assert len(found) == 5
-    lower(args, direction, found[number])
+    assert_lowers(args, direction, found[number])
 
 
 @lowered
@@ -331,7 +331,7 @@ def test_every_config_for_few_rows_lowers(number):
     args = abstract(64, 4096, 4096, 8)
     found = config.candidates(args, "forward", H200)
     assert len(found) == 3
-    lower(args, "forward", found[number])
+    assert_lowers(args, "forward", found[number])
 
 
 @lowered
@@ -339,9 +339,9 @@ def test_every_config_for_few_rows_lowers(number):
 def test_options_lower(options):
     sizes, more = (OPTIONS | FORWARD_OPTIONS)[options]
     args = abstract(*sizes, **more)
-    lower(args, "forward", config.heuristic(args, "forward", H200))
+    assert_lowers(args, "forward", config.heuristic(args, "forward", H200))
     if options in OPTIONS:
-        lower(args, "backward", config.heuristic(args, "backward", H200))
+        assert_lowers(args, "backward", config.heuristic(args, "backward", H200))
 
 
 @lowered

@@ -4,21 +4,17 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels._shared import groups
 from ejkernel.kernels._specs.grouped_matmul import out_dtype
 from ejkernel.kernels._triton.grouped_matmul import config, products
-
-
-def flat(x: jax.Array, ndim: int) -> jax.Array:
-    """An array of the batched form with its leading axes as one."""
-    return x.reshape(-1, *x.shape[1 - ndim :]) if x.ndim == 4 else x
 
 
 def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array], tuple[()]]:
     """The output; there are no residuals."""
     config.check(args, cfg)
     out = products.multiply(
-        flat(args.lhs, 2),
-        flat(args.rhs, 3),
+        groups.flat(args.lhs, 2),
+        groups.flat(args.rhs, 3),
         products.groups_of(args),
         cfg,
         transpose_rhs=args.transpose_rhs,

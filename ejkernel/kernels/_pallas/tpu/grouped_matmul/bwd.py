@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from ejkernel.kernels._pallas.tpu.grouped_matmul import config, products
-from ejkernel.kernels._shared import grouped_gradients
+from ejkernel.kernels._shared import grouped_gradients, groups
 
 
 def backward(
@@ -17,4 +17,5 @@ def backward(
     wanted: frozenset[str],
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
-    return grouped_gradients.gradients(products, args, cfg, cotangents[0], wanted)
+    rows = groups.of_call(args)
+    return grouped_gradients.gradients(products, args, cfg, rows, cotangents[0], wanted)
