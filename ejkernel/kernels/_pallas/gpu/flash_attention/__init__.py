@@ -60,5 +60,4 @@ kernel_registry.register(
     backward=backward,
     backward_requires=backward_requires,
     config=config,
-    by_name="has not run on a GPU yet; ask for it with platform='pallas'",
 )(forward)

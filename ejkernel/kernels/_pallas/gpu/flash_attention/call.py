@@ -124,9 +124,12 @@ class Call:
     def launch(self, kernel: Any) -> tuple[jax.Array, ...]:
         """Output, logsumexp and flags."""
         rows = (self.batch, self.padded_t, self.num_heads, self.e)
+        # Whole tiles: rows of one head that are contiguous are stored without a tensor map, and
+        # those behind the last row would be the next head's.
+        vectors = (self.batch, self.num_heads, self.tiles * self.cfg.block_q)
         outputs = (
             (rows, self.arrays["query"].dtype),
-            ((self.batch, self.num_heads, self.padded_t), jnp.float32),
+            (vectors, jnp.float32),
             ((self.cfg.warpgroups, *self.deal.shape), jnp.int32),
         )
         return self._launcher()(kernel, list(self.arrays.values()), outputs=outputs)
@@ -140,8 +143,6 @@ class Call:
 
     def taken(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Output and logsumexp without padding."""
-        if self.padded_t == self.t:
-            return out, lse
         return out[:, : self.t], lse[:, :, : self.t]
 
 

@@ -150,4 +150,6 @@ class Kernel(kernel.AbstractKernel):
             rows, out = pl.ds(start, count), refs.out.at[pl.ds(row + start, count), columns]
             plgpu.copy_smem_to_gmem(plain.at[rows], out)
 
-        pl.when(is_set > 0)(copy)
+        # A single row is contiguous, and copied without a tensor map: what is behind its last
+        # column would be the next row's.
+        pl.when((is_set > 0) & (columns.start < self.columns))(copy)
