@@ -13,5 +13,6 @@ kernel_registry.register(
     config=config,
     requires=pooled_rows.why_no_kernel,
     device_requires=_device.requires,
-    by_name="has not run on a GPU yet; ask for it with platform='cuda'",
+    by_name="is built by nvcc when first called, and no faster than Triton's; ask for it with "
+    "platform='cuda'",
 )(fwd.forward)
