@@ -1,4 +1,4 @@
-"""`flash_attention` on a GPU: our entries beside cuDNN, torch and other libraries, and options.
+"""Attention on a GPU: our entries beside cuDNN, torch and other libraries, options, and latents.
 
 ejkernel bench --workloads benchmarks/gpu_attention.py --tune 60 --bars --public FOLDER
 """
@@ -6,11 +6,12 @@ ejkernel bench --workloads benchmarks/gpu_attention.py --tune 60 --bars --public
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.bench import Bar, Workload
-from ejkernel.bench._workloads import AUTO, BEST
-from ejkernel.kernels._specs._work_attention import qkv
+from ejkernel.bench._workloads import AUTO, BEST, TFLOPS
+from ejkernel.kernels._specs._work_attention import latents, qkv
 
 _TRITON, _HOPPER = "triton/gpu", "pallas/gpu"
 _TOKENS = 16384
@@ -56,17 +57,22 @@ def shape(model, length, causal):
     )
 
 
-def option(label, given, cost, beside="B1 S16384 H16 d128 causal", modes=("fwd",)):
-    """A long causal call with an option, which may cost this much per visible pair."""
+def option(label, given, costs, beside="B1 S16384 H16 d128 causal", modes=("fwd",), bars=()):
+    """A long causal call with an option, which may cost so much per visible pair.
+
+    `costs` are those of Triton and of Hopper's kernel, forward; Triton's hold with backward too.
+    """
     sizes = {"b": 1, "t": _TOKENS, "h": 16, "g": 16, "d": 128}
-    bar = Bar(1 / cost, of=_TRITON, workload=beside, modes=modes)
+    bars += (Bar(1 / costs[0], of=_TRITON, workload=beside, modes=modes),)
+    if costs[1:]:
+        bars += (Bar(1 / costs[1], of=_HOPPER, workload=beside, modes=("fwd",)),)
     return Workload(
         "flash_attention",
         f"B1 S16384 H16 d128 {label}",
         functools.partial(qkv, **sizes, options={"causal": True, **given}),
         dtype="bfloat16",
         modes=modes,
-        bars=(bar,),
+        bars=bars,
     )
 
 
@@ -79,12 +85,43 @@ def options():
     rows = shape(_MODELS[0], _TOKENS // _DOCUMENTS, True)
     return [
         rows,  # that documents are short is not the cost of their ids
-        option("sinks", {"softmax_aux": jnp.ones((16, 1))}, 1.05),
-        option("soft cap 30", {"logits_soft_cap": 30.0}, 1.4, modes=("fwd", "fwd+bwd")),
+        option("sinks", {"softmax_aux": jnp.ones((16, 1))}, (1.06, 1.03)),
+        option("soft cap 30", {"logits_soft_cap": 30.0}, (1.55, 1.60), modes=("fwd", "fwd+bwd")),
         # six times as fast as all pairs
-        option("window 1024", {"sliding_window": (_WINDOW, 0)}, 8.25 / 6),
-        option("8 documents", documents(), 1.25, beside=rows.name),
-        option("deterministic", {"deterministic": True}, 1.25, modes=("fwd+bwd",)),
+        option(
+            "window 1024",
+            {"sliding_window": (_WINDOW, 0)},
+            (8.25 / 6,),
+            bars=(Bar(1.0, "jla", of=_HOPPER),),
+        ),
+        option("8 documents", documents(), (1.20, 1.30), beside=rows.name),
+        option("deterministic", {"deterministic": True}, (1.25,), modes=("fwd+bwd",)),
+    ]
+
+
+def separate(dtype, key):
+    """Heads of 192 with values of 128, as latent attention projects them."""
+    keys = jax.random.split(key, 3)
+    made = qkv(dtype, key, 4, 4096, 16, 16, 128, {"causal": True})
+    for name, own in zip(("query", "key"), keys, strict=False):
+        made[name] = jax.random.normal(own, (4, 4096, 16, 192), jnp.float32).astype(dtype)
+    return made
+
+
+def latent():
+    """Heads of 192 and 128, and the same behind their projections."""
+    sizes = {"b": 4, "t": 4096, "s": 4096, "h": 16, "d": 128, "e": 128, "r": 64, "l": 512}
+    rates = ((400.0, "fwd"), (330.0, "fwd+bwd"))
+    return [
+        Workload("flash_attention", "B4 S4096 H16 192/128 causal", separate, dtype="bfloat16"),
+        Workload(
+            "mla_attention",
+            "B4 S4096 H16 192/128 latent 512",
+            functools.partial(latents, **sizes),
+            dtype="bfloat16",
+            known_peers=False,
+            bars=tuple(Bar(least, TFLOPS, modes=(mode,)) for least, mode in rates),
+        ),
     ]
 
 
@@ -93,4 +130,4 @@ def shapes():
     return [shape(*one) for one in every if one[0] != _MODELS[2] or one[2]]
 
 
-WORKLOADS = [*shapes(), *options()]
+WORKLOADS = [*shapes(), *options(), *latent()]

@@ -75,7 +75,7 @@ COPY = Peer(
 )
 
 
-def decode(model, batch=_DECODE_BATCH):
+def decode(model, batch=_DECODE_BATCH, repeats=16):
     heads, d = model
     return Workload(
         "gla",
@@ -87,6 +87,7 @@ def decode(model, batch=_DECODE_BATCH):
         known_peers=False,
         bars=(Bar(0.7, "copy of the states", of=_TRITON), _OURS),
         carried=(("initial_state", "state"),),
+        repeats=repeats,
     )
 
 

@@ -222,19 +222,27 @@ def looped(call: Call, fn: Callable[[dict[str, Any]], Any], repeats: int) -> Cal
     return lambda: program(call.traced)
 
 
-def in_place(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable[[], Any]:
-    """As `pure`; arguments that may be overwritten are those of the call before, donated."""
+def in_place(
+    call: Call, fn: Callable[[dict[str, Any]], Any], mode: str, repeats: int = 1
+) -> Callable[[], Any]:
+    """As `pure`; arguments that may be overwritten are those of the call before, donated.
+
+    A program makes `repeats` calls one after another; in a loop, XLA would copy what is carried.
+    """
     names = kernel_registry.spec(call.op).outputs(call.args)
     follows = carried(call)
     if not follows:
         return pure(call, fn, mode)
     rest = {n: x for n, x in call.traced.items() if n not in follows}
 
-    def step(written: dict[str, Any], rest: dict[str, Any]) -> Any:
-        made = fn({**call.static, **rest, **written})
-        return dict(zip(names, made if isinstance(made, tuple) else (made,), strict=True))
+    def steps(written: dict[str, Any], rest: dict[str, Any]) -> Any:
+        for _ in range(repeats):
+            found = fn({**call.static, **rest, **written})
+            made = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+            written = {name: made[out] for name, out in follows.items()}
+        return made
 
-    program = jax.jit(step, donate_argnums=0)
+    program = jax.jit(steps, donate_argnums=0)
     held = {name: jnp.array(call.traced[name]) for name in follows}  # a copy of its own
 
     def run() -> Any:

@@ -203,7 +203,7 @@ class RowInTheMaking:
         repeats = self.call.workload.repeats
         written = kernel_registry.spec(self.call.op).written
         if written or (peer is None and self.call.workload.carried):
-            run = _programs.in_place(self.call, fn, self.mode)
+            run, self.repeats[name] = _programs.in_place(self.call, fn, self.mode, repeats), repeats
         elif repeats > 1 and self.mode == FWD:
             run, self.repeats[name] = _programs.looped(call, fn, repeats), repeats
         self.runs[name] = run

@@ -148,14 +148,14 @@ def test_an_op_that_writes_into_its_arguments_is_measured_in_place():
     assert row.program("xla/any").median > 0
 
 
-def test_a_step_of_decoding_takes_the_state_of_the_step_before():
+@pytest.mark.parametrize(("runs", "repeats"), [(2, 1), (1, 2)])
+def test_a_step_of_decoding_takes_the_state_of_the_step_before(runs, repeats):
     module = runpy.run_path(str(ROOT / "benchmarks" / "gpu_linear.py"))
-    made = module["decode"]((2, 8), batch=3)
+    made = module["decode"]((2, 8), batch=3, repeats=repeats)
     call = _programs.Call.of(made)
     step = kernel_registry.get("gla", platform="xla")
-    run = _programs.in_place(call, lambda values: step(**values), "fwd")
-    run()
-    second = run()
+    run = _programs.in_place(call, lambda values: step(**values), "fwd", repeats)
+    *_, second = (run() for _ in range(runs))
     first = step(**call.values)
     expected = step(**call.values | {"initial_state": first[1]})
     for name, value in zip(("out", "state"), expected, strict=True):
