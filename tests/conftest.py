@@ -20,6 +20,8 @@ _ENVIRONMENT = {
 if BACKEND == "cpu":
     _ENVIRONMENT["JAX_PLATFORMS"] = "cpu"
     _ENVIRONMENT["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+elif BACKEND == "gpu":  # XLA would time ways to compute each small product of the reference
+    _ENVIRONMENT["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 os.environ.update(_ENVIRONMENT)
 
 import jax  # noqa: E402

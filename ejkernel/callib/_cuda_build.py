@@ -169,17 +169,25 @@ def _loaded(path: pathlib.Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-@functools.cache
+_names: set[str] = set()  # that XLA knows
+
+
 def _registered(path: pathlib.Path, function: str, platform: str) -> str:
+    """A name says what the library was built from, and XLA takes each only once.
+
+    The same library in another folder is another one to XLA.
+    """
+    if (name := f"ejkernel_{path.stem}_{function}") in _names:
+        return name
     library = _loaded(path)
     if not hasattr(library, function):
         raise CompilationError(
             f"{path.name.partition('-')[0]}.cu defines no handler {function!r}; "
             f"EJKERNEL_HANDLER({function}, …) defines one."
         )
-    name = f"ejkernel_{path.stem}_{function}"
     handler = jax.ffi.pycapsule(getattr(library, function))
     jax.ffi.register_ffi_target(name, handler, platform=platform)
+    _names.add(name)
     return name
 
 

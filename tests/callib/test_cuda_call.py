@@ -143,7 +143,8 @@ def test_the_next_process_finds_the_library(tmp_path):
         "print(float(t.affine(t.jnp.ones(4))[0]), len(built))"
     )
     root = pathlib.Path(__file__).parents[2]
-    environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(root)}
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"EJKERNEL_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
     run = lambda: subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -217,6 +218,14 @@ def test_a_library_for_a_gpu_is_built_and_loads(tmp_path):
         name = _cuda_build.register(SOURCE, "affine_handler", "sm_90")
     assert "sm_90" in name
     assert _cuda_build.register(SOURCE, "affine_handler", ARCH) != name or BACKEND == "gpu"
+
+
+def test_the_same_library_in_another_folder_has_the_same_name(tmp_path):
+    def name(folder):
+        with _settings.override(cache_dir=str(tmp_path / folder)):
+            return _cuda_build.register(SOURCE, "affine_handler", _cuda_build.HOST)
+
+    assert name("first") == name("second")
 
 
 @on_cpu
