@@ -20,16 +20,22 @@ class Scores(NamedTuple):
 
 
 @triton.jit
-def tanh(x, FINE: tl.constexpr):
-    """Through exp2, without overflow. It errs by 2e-7; if FINE, by that much of itself."""
-    e = tl.math.exp2(tl.abs(x) * -2.8853900817779268)  # e^(-2|x|)
-    y = (1.0 - e) / (1.0 + e)
-    if FINE:  # the quotient cancels near zero: there, the series to x^11
-        s = x * x
+def soft_cap(x, SCALE: tl.constexpr, CAP: tl.constexpr, FINE: tl.constexpr):
+    """CAP tanh(SCALE x / CAP), without overflow. It errs by 5e-7 of CAP; if FINE, of itself."""
+    if FINE:
+        y = x * (SCALE / CAP)
+        e = tl.math.exp2(tl.abs(y) * -2.8853900817779268)  # e^(-2|y|)
+        t = (1.0 - e) / (1.0 + e)
+        # the quotient cancels near zero: there, the series to y^11
+        s = y * y
         series = s * (62.0 / 2835.0 - s * (1382.0 / 155925.0))
         series = 1.0 - s * (1.0 / 3.0 - s * (2.0 / 15.0 - s * (17.0 / 315.0 - series)))
-        y = tl.where(tl.abs(x) < 0.375, tl.abs(x) * series, y)
-    return tl.where(x < 0, -y, y)
+        t = tl.where(tl.abs(y) < 0.375, tl.abs(y) * series, t)
+        return tl.where(y < 0, -t, t) * CAP
+    else:  # CAP - 2 CAP / (1 + e^(2y)): a quotient takes eight instructions, the square of rsqrt two
+        grown = tl.math.exp2(x * (2.8853900817779268 * SCALE / CAP))
+        root = tl.math.rsqrt(1.0 + grown)
+        return CAP - (2.0 * CAP) * (root * root)
 
 
 @triton.jit
@@ -44,7 +50,7 @@ def logits(dots, tile, at, slope, scores, num_q, num_k):
     """Scores in units of 1 / FACTOR; and what they are after the cap, before bias and slopes."""
     x = dots
     if scores.CAP is not None:
-        x = tanh(x * (scores.SCALE / scores.CAP), scores.FINE) * scores.CAP
+        x = soft_cap(x, scores.SCALE, scores.CAP, scores.FINE)
     elif scores.FACTOR == 1.0:
         x = x * scores.SCALE
     capped = x
