@@ -142,8 +142,11 @@ def _block(
     return as_flash(args, **changes)
 
 
-def register(platform: Platform, backend: Backend) -> None:
-    """Registers `ring_attention` for a platform whose `flash_attention` is registered."""
+def register(platform: Platform, backend: Backend, by_name: str | None = None) -> None:
+    """Registers `ring_attention` for a platform whose `flash_attention` is registered.
+
+    `by_name` says why only calls that name the platform take it.
+    """
     entry = RingEntry(platform, backend)
     honours = entry.inner.honours
     if honours is not None:
@@ -161,5 +164,5 @@ def register(platform: Platform, backend: Backend) -> None:
         backward_requires=entry.backward_requires,
         device_requires=entry.device_requires,
         version=entry.inner.version,
-        by_name=entry.inner.by_name,
+        by_name=by_name or entry.inner.by_name,
     )(entry.forward)
