@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 import jax
+import pytest
 
 import ejkernel
 from ejkernel.kernels import _source, kernel_registry
@@ -34,13 +35,32 @@ _OWN_FILES = {
 
 
 class Recorder:
-    """A pytest plugin that counts outcomes; a call that was rightly refused is one of its own."""
+    """A pytest plugin that counts outcomes; a call that was rightly refused is one of its own.
+
+    An entry is written when the last of its tests has ended, so that a run which is cut short
+    leaves those that it came to the end of.
+    """
 
     def __init__(self, path: str):
         self._path = pathlib.Path(path)
         self._counts: dict[tuple[str, str], collections.Counter] = collections.defaultdict(
             collections.Counter
         )
+        self._left: dict[str, set[str]] = {}  # tests that have not ended, by entry
+
+    def pytest_collection_finish(self, session):
+        self._expect(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node, ids):
+        del node
+        if not self._left:  # all processes collect the same
+            self._expect(ids)
+
+    def _expect(self, nodeids):
+        for nodeid in nodeids:
+            if (name := entry_of(nodeid)) is not None:
+                self._left.setdefault(name, set()).add(nodeid)
 
     def pytest_runtest_logreport(self, report):
         counted = (
@@ -51,12 +71,22 @@ class Recorder:
             refused = report.outcome == "passed" and ("refused", True) in noted
             if (kind := kind_of(report.nodeid, name)) is not None:
                 self._counts[name, kind]["refused" if refused else report.outcome] += 1
+        # what xdist says of a test that ended its process has no phase
+        ended = report.when not in ("setup", "call")
+        if ended and (name := entry_of(report.nodeid)) in self._left:
+            self._left[name].discard(report.nodeid)
+            if not self._left[name]:
+                self._write()
 
     def pytest_sessionfinish(self):
+        self._write()
+
+    def _write(self):
         device = jax.devices()[0]
         content = {"device": device.device_kind, "backend": device.platform}
         made: dict[str, Any] = {}
-        for (name, kind), counts in sorted(self._counts.items()):
+        ended = ((key, counts) for key, counts in self._counts.items() if not self._left.get(key[0]))
+        for (name, kind), counts in sorted(ended):
             entry = made.setdefault(name, _facts(name) | {"checks": {}})
             entry["checks"][kind] = dict(sorted(counts.items()))
         content["entries"] = dict(sorted((_others(self._path, content) | made).items()))

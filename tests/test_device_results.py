@@ -92,6 +92,24 @@ def run_with(path, nodeid):
     return json.loads(path.read_text())
 
 
+def test_a_run_that_is_cut_short_leaves_the_entries_that_it_ended(tmp_path):
+    path = tmp_path / "results.json"
+    recorder = device_results.Recorder(str(path))
+    ids = [f"t.py::t[{x}]" for x in ("gla-xla/any-a", "gla-xla/any-b", "attention-xla/any-c")]
+    recorder.pytest_xdist_node_collection_finished(None, ids)
+
+    def run(nodeid):
+        for when in ("setup", "call", "teardown"):
+            recorder.pytest_runtest_logreport(report(when, "passed", [], nodeid))
+
+    run(ids[0])
+    run(ids[2])
+    assert set(json.loads(path.read_text())["entries"]) == {"attention xla/any"}
+    run(ids[1])
+    found = json.loads(path.read_text())["entries"]
+    assert found["gla xla/any"]["checks"] == {"run": {"passed": 2}}
+
+
 def test_a_second_run_keeps_the_other_entries(tmp_path):
     path = tmp_path / "results.json"
     run_with(path, "t.py::t[gla-xla/any-plain]")
