@@ -85,8 +85,9 @@ class Recorder:
         device = jax.devices()[0]
         content = {"device": device.device_kind, "backend": device.platform}
         made: dict[str, Any] = {}
-        ended = ((key, counts) for key, counts in self._counts.items() if not self._left.get(key[0]))
-        for (name, kind), counts in sorted(ended):
+        for (name, kind), counts in sorted(self._counts.items()):
+            if self._left.get(name):
+                continue
             entry = made.setdefault(name, _facts(name) | {"checks": {}})
             entry["checks"][kind] = dict(sorted(counts.items()))
         content["entries"] = dict(sorted((_others(self._path, content) | made).items()))

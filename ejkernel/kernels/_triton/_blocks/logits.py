@@ -32,7 +32,8 @@ def soft_cap(x, SCALE: tl.constexpr, CAP: tl.constexpr, FINE: tl.constexpr):
         series = 1.0 - s * (1.0 / 3.0 - s * (2.0 / 15.0 - s * (17.0 / 315.0 - series)))
         t = tl.where(tl.abs(y) < 0.375, tl.abs(y) * series, t)
         return tl.where(y < 0, -t, t) * CAP
-    else:  # CAP - 2 CAP / (1 + e^(2y)): a quotient takes eight instructions, the square of rsqrt two
+    else:
+        # CAP - 2 CAP / (1 + e^(2y)): a quotient takes eight instructions, the square of rsqrt two
         grown = tl.math.exp2(x * (2.8853900817779268 * SCALE / CAP))
         root = tl.math.rsqrt(1.0 + grown)
         return CAP - (2.0 * CAP) * (root * root)

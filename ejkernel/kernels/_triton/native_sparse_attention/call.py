@@ -66,7 +66,7 @@ class Call:
         return {"start": jnp.asarray(self.table.start), "stop": jnp.asarray(self.table.stop)}
 
     def words(self) -> jax.Array:
-        return select.words(self.args, self.table, self.sparse, self.cfg.block_q)
+        return select.words(self.args, self.table, self.sparse, self.cfg)
 
     def union(self, words: jax.Array) -> lists.Union:
         return lists.union(self.args, self.table, self.sparse, words, self.tokens)

@@ -16,6 +16,7 @@ import triton.language as tl
 from ejkernel.callib import cdiv, next_power_of_2, triton_call
 from ejkernel.kernels._specs import native_sparse_attention as spec
 from ejkernel.kernels._triton._blocks import softmax
+from ejkernel.kernels._triton.native_sparse_attention import config
 from ejkernel.kernels._triton.native_sparse_attention import rows as common
 from ejkernel.kernels._triton.native_sparse_attention import table as tables
 
@@ -39,9 +40,10 @@ def _mean_scores(b_q, high, low, sparse, col, num_blocks, BN: tl.constexpr):
 
 
 @triton.jit
-def _ranks(p, earlier):
+def _ranks(p, col, first, own):
     """Ranks of importances: the bits of floats that are not negative are ordered as they are."""
-    bits = tl.load(p, mask=earlier, other=0.0).to(tl.int32, bitcast=True)
+    earlier = (col >= first[:, None]) & (col < own[:, None])
+    bits = tl.load(p + col, mask=earlier, other=0.0).to(tl.int32, bitcast=True)
     bits = tl.where((bits >= 0) & (bits <= _INFINITY), bits, 0)  # nan counts as 0
     return tl.where(earlier, bits + 1, 0)
 
@@ -61,24 +63,27 @@ def _choose(
     """The own block and the `need` most important earlier ones; vectors are [BT]."""
     p = scratch + tl.arange(0, BT)[:, None] * N
     last = tl.max(own, 0) + 1
+    if N <= CHUNK:  # all ranks stay in registers
+        rank = _ranks(p, tl.arange(0, CHUNK)[None, :], first, own)
     least = tl.zeros([BT], tl.int32)
     for step in range(31):
         trial = least | (1 << (30 - step))
         enough = tl.zeros([BT], tl.int32)
         for c in range(0, last, CHUNK):
-            col = (c + tl.arange(0, CHUNK))[None, :]
-            rank = _ranks(p + col, (col >= first[:, None]) & (col < own[:, None]))
+            if N > CHUNK:
+                rank = _ranks(p, (c + tl.arange(0, CHUNK))[None, :], first, own)
             enough += tl.sum((rank >= trial[:, None]).to(tl.int32), 1)
         least = tl.where(enough >= need, trial, least)
     above = tl.zeros([BT], tl.int32)
     for c in range(0, last, CHUNK):
-        col = (c + tl.arange(0, CHUNK))[None, :]
-        rank = _ranks(p + col, (col >= first[:, None]) & (col < own[:, None]))
+        if N > CHUNK:
+            rank = _ranks(p, (c + tl.arange(0, CHUNK))[None, :], first, own)
         above += tl.sum((rank > least[:, None]).to(tl.int32), 1)
     room = need - above  # for blocks of the last rank: the first ones
     for c in range(0, num_blocks, CHUNK):
         col = (c + tl.arange(0, CHUNK))[None, :]
-        rank = _ranks(p + col, (col >= first[:, None]) & (col < own[:, None]))
+        if N > CHUNK:
+            rank = _ranks(p, col, first, own)
         level = (rank == least[:, None]).to(tl.int32)
         taken = (level != 0) & (tl.cumsum(level, 1) <= room[:, None])
         room -= tl.sum(level, 1)
@@ -183,8 +188,8 @@ def _most_programs(tokens: int, columns: int) -> int:
     return min(max(fitting, _LEAST_PROGRAMS), _PROGRAMS)
 
 
-def words(args: Any, table: tables.Table, sparse: common.Sparse, tile: int) -> jax.Array:
-    """The selection's bits [b, g, t, words]; `tile` rows are scored at once."""
+def words(args: Any, table: tables.Table, sparse: common.Sparse, cfg: config.Config) -> jax.Array:
+    """The selection's bits [b, g, t, words]; `block_q` rows are scored at once."""
     batch, t, groups, _ = args.key.shape
     num_blocks = spec.num_blocks(args)
     shape = jax.ShapeDtypeStruct((batch, groups, t, cdiv(num_blocks, spec.WORD)), jnp.float32)
@@ -208,7 +213,7 @@ def words(args: Any, table: tables.Table, sparse: common.Sparse, tile: int) -> j
             BW=min(next_power_of_2(shape.shape[-1]), _LISTED_WORDS),
         )["words"]
     high, low = _parts(args, tables.means(args, table, args.key))
-    tokens = max(tile // sparse.PADDED, 1)
+    tokens = max(cfg.block_q // sparse.PADDED, 1)
     columns = max(next_power_of_2(num_blocks), 16)
     programs = min(cdiv(t, tokens) * groups * batch, _most_programs(tokens, columns))
     return triton_call(
@@ -227,8 +232,7 @@ def words(args: Any, table: tables.Table, sparse: common.Sparse, tile: int) -> j
             "scratch": jax.ShapeDtypeStruct((programs, tokens, columns), jnp.float32),
         },
         grid=(programs,),
-        num_warps=4,
-        num_stages=2,
+        **config.choosing(cfg).launch(),
         BT=tokens,
         BN=min(columns, 64),
         N=columns,
