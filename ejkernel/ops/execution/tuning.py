@@ -187,10 +187,16 @@ class Tuner:
         Half of the budget is for this; what has not begun by then is compiled when its turn comes.
         """
 
-        def compile_one(candidate: Candidate) -> None:
-            if not run.stop.is_set() and run.clock.left >= run.budget_s / 2:
-                with run.in_thread():
+        def compile_one(candidate: Candidate) -> str | None:
+            """Why it failed, in words: an error would keep the arrays of its frames alive."""
+            if run.stop.is_set() or run.clock.left < run.budget_s / 2:
+                return None
+            try:
+                with contextlib.suppress(benchmark.OverBudget), run.in_thread():
                     trial.compile(*candidate)
+            except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
+                return _short(error)
+            return None
 
         try:
             trial.prepare()
@@ -200,13 +206,9 @@ class Tuner:
         with concurrent.futures.ThreadPoolExecutor(threads, "ejkernel-compiler") as pool:
             compiling = {pool.submit(compile_one, c): name_of(*c) for c in run.to_compile()}
             for future in concurrent.futures.as_completed(compiling):
-                name = compiling[future]
-                try:
-                    future.result()
-                except benchmark.OverBudget:
-                    continue
-                except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
-                    run.failures[name] = _short(error)
+                if (reason := future.result()) is not None:
+                    name = compiling[future]
+                    run.failures[name] = reason
                     run.times.pop(name, None)
                     self._log(run, name)
                 self._say(run, 0)
@@ -231,10 +233,12 @@ class Tuner:
                     run.failures[name] = _short(error)
                     del run.times[name]
             return
+        # compiling ahead may take the whole budget: one time must come of it, or it was in vain
+        is_due = not run.times and trial.is_compiled(*candidate)
         earlier = run.tried.get(name)
         if earlier not in (None, CUT_SHORT, _ENDED):
             run.failures[name] = earlier
-        elif run.stop.is_set() or run.clock.over:
+        elif run.stop.is_set() or (run.clock.over and not is_due):
             run.failures[name] = earlier or CUT_SHORT
         else:
             if run.times:  # told before it starts: it may take the process with it
