@@ -333,8 +333,8 @@ def _refusing(name: str, reason: str) -> Implementation:
     return Implementation(name=name, forward=forward, why_not=lambda args, direction: reason)
 
 
-# twins of calls that differ in lengths alone are the same: their oracles serve many keys
 _Solving = tuple[tuple[Any, ...], "concurrent.futures.Future[_oracle.Problem]"]
+# twins of calls that differ in lengths alone are the same: their oracles serve many keys
 _solved: dict[str, _Solving] = {}
 _solved_lock = threading.Lock()
 _MOST_SOLVED = 16

@@ -63,7 +63,7 @@ class Trial:
             self._saved()
 
     def compile(self, implementation: Implementation, config: Any) -> None:
-        """Compiles a candidate, at full size and on the twin, and runs neither."""
+        """Compiles a candidate, at full size and on the twin, and runs neither; for threads."""
         self.check_memory(implementation, config)
         check = self.inv.kernel.compile_check(self.inv, implementation, config)
         program, given = self._build(implementation, config)

@@ -24,7 +24,7 @@ from ejkernel.ops.execution.trial import Trial, name_of
 logger = logging.getLogger("ejkernel")
 
 _CPU_CANDIDATES = 4
-# XLA compiles one program for a CPU with all cores, one for a GPU mostly with one.
+# XLA compiles a program for a CPU on all cores, one for a GPU mostly on one.
 _MOST_THREADS = 16
 # Candidates closer than this are equal; the fixed order decides.
 _NOISE = 0.01

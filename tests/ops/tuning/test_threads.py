@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def test_every_candidate_is_compiled_before_the_first_is_timed(direction):
     ways = ("a", "b", "c")
     found = {}
     for threads in (0, 2):
-        kernel = Noted(*ways)
+        kernel = Noted(*ways, before=lambda way: time.sleep(0.1))
         found[threads] = tune(kernel, Timed(threads=threads), **direction).stored
         own = kernel.events[-6:]  # before them a backward has its forward
         if threads:
