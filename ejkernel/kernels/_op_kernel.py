@@ -1,8 +1,10 @@
 """`OpKernel`: a `Kernel` whose implementations come from the registry."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -237,26 +239,25 @@ class OpKernel(Kernel):
         self, inv: Invocation, implementation: Implementation, config: Any
     ) -> str | None:
         """Compares a candidate with the oracle on a reduced twin of the call."""
+        return self.compile_check(inv, implementation, config)()
+
+    def compile_check(
+        self, inv: Invocation, implementation: Implementation, config: Any
+    ) -> Callable[[], str | None]:
         sizes = (getattr(config, name, 1) for name in ("block_q", "block_k", "block_m", "block_t"))
         block = max(*sizes, 16)
         args = self.spec.reduced(inv.call, block)
         if args is None:
-            return None
+            return lambda: None
         wanted = tuple(n for n in args.arrays() if n in inv.wanted)
         shapes = {n: (x.shape, str(x.dtype)) for n, x in args.arrays().items()}
         key = str((self.op, wanted, shapes, args.statics()))
-        if key not in _solved:
-            if len(_solved) >= _MOST_SOLVED:
-                _solved.pop(next(iter(_solved)))
-            options = _oracle.compiler_options(inv.target)
-            _solved[key] = _oracle.solve(self.spec, args, wanted, options)
-        problem = _solved[key]
+        cotangents, solving = _solve_once(key, self.spec, args, wanted, inv.target)
         benchmark.look()  # the oracle may have taken long
 
         if (reason := self._residual_problem(args, implementation, config)) is not None:
-            return reason
+            return lambda: reason
 
-        @jax.jit
         def run(args: Any, cotangents: Any) -> Any:
             if inv.direction == FORWARD:
                 return implementation.forward(args, config)[0], {}
@@ -266,15 +267,25 @@ class OpKernel(Kernel):
                 args, config, outputs, residuals, cotangents, inv.wanted
             )
 
-        outputs, gradients = run(problem.args, problem.cotangents)
+        compiled = jax.jit(run).lower(args, cotangents).compile()
+
+        def check() -> str | None:
+            problem = solving.result()
+            return self._mismatch(problem, *compiled(problem.args, problem.cotangents))
+
+        return check
+
+    def _mismatch(self, problem: _oracle.Problem, outputs: Any, gradients: Any) -> str | None:
+        """How outputs and gradients differ from the oracle's."""
         for out, like in zip(outputs, problem.cotangents, strict=True):
             if (out.shape, out.dtype) != (like.shape, like.dtype):
                 return (
                     f"gives {out.dtype}{list(out.shape)}, where the oracle has "
                     f"{like.dtype}{list(like.shape)}"
                 )
-        gradients = {name: gradients[name] for name in wanted if name in gradients}
-        return _oracle.mismatch(_oracle.answer(self.spec, args, outputs, gradients), problem)
+        gradients = {name: gradients[name] for name in problem.wanted if name in gradients}
+        answer = _oracle.answer(self.spec, problem.args, outputs, gradients)
+        return _oracle.mismatch(answer, problem)
 
     def _residual_problem(
         self, args: Any, implementation: Implementation, config: Any
@@ -322,9 +333,35 @@ def _refusing(name: str, reason: str) -> Implementation:
     return Implementation(name=name, forward=forward, why_not=lambda args, direction: reason)
 
 
+_Solving = tuple[tuple[Any, ...], "concurrent.futures.Future[_oracle.Problem]"]
 # twins of calls that differ in lengths alone are the same: their oracles serve many keys
-_solved: dict[str, _oracle.Problem] = {}
+_solved: dict[str, _Solving] = {}
+_solved_lock = threading.Lock()
 _MOST_SOLVED = 16
+
+
+def _solve_once(
+    key: str, spec: _spec.OpSpec, args: Any, wanted: tuple[str, ...], target: Any
+) -> _Solving:
+    """The shapes of a twin's cotangents, and the answer of its oracle.
+
+    The first thread computes the answer before it returns, others return without waiting for it.
+    """
+    with _solved_lock:
+        if key in _solved:
+            return _solved[key]
+        if len(_solved) >= _MOST_SOLVED:
+            _solved.pop(next(iter(_solved)))
+        shapes = tuple(jax.eval_shape(lambda: spec.reference_fn()(args)))
+        future: concurrent.futures.Future[_oracle.Problem] = concurrent.futures.Future()
+        _solved[key] = shapes, future
+    try:
+        future.set_result(_oracle.solve(spec, args, wanted, _oracle.compiler_options(target)))
+    except BaseException as error:
+        _solved.pop(key, None)
+        future.set_exception(error)
+        raise
+    return shapes, future
 
 
 class RegisteredKernel(OpKernel):

@@ -272,6 +272,15 @@ class Kernel(Generic[Cfg, Out]):
         """Why a candidate's numbers are wrong; None when they are right or nobody can tell."""
         return None
 
+    def compile_check(
+        self, inv: Invocation, implementation: Implementation, config: Any
+    ) -> Callable[[], str | None]:
+        """`check_candidate`, to be called later; what can be compiled before is compiled here.
+
+        The tuner calls this in several threads, so it must not run the candidate.
+        """
+        return functools.partial(self.check_candidate, inv, implementation, config)
+
     def implementations(self, inv: Invocation) -> Sequence[Implementation]:
         """Every way to run this call on `inv.target`, best first."""
         kind = inv.target.kind if inv.target is not None else "cpu"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Trial:
             if jnp.issubdtype(x.dtype, jnp.floating)
         )
         self._programs: dict[str, Callable[[], Any]] = {}
+        self._checks: dict[str, Callable[[], str | None]] = {}
         self._residuals: Any = None
         self._expected: Any = None
 
@@ -51,30 +53,55 @@ class Trial:
         """A compiled call of a candidate at full size."""
         name = name_of(implementation, config)
         if name not in self._programs:
-            self._programs[name] = self._build(implementation, config)
+            program, given = self._build(implementation, config)
+            self._programs[name] = functools.partial(program, *given)
         return self._programs[name]
 
-    def _build(self, implementation: Implementation, config: Any) -> Callable[[], Any]:
+    def prepare(self) -> None:
+        """Makes what all candidates are given, before threads compile them."""
+        if self.inv.direction != FORWARD:
+            self._saved()
+
+    def compile(self, implementation: Implementation, config: Any) -> None:
+        """Compiles a candidate, at full size and on the twin, and runs neither; for threads."""
+        self.check_memory(implementation, config)
+        check = self.inv.kernel.compile_check(self.inv, implementation, config)
+        program, given = self._build(implementation, config)
+        compiled = program.lower(*given).compile()
+        name = name_of(implementation, config)
+        self._checks[name] = check
+        self._programs[name] = functools.partial(compiled, *given)
+
+    def is_compiled(self, implementation: Implementation, config: Any) -> bool:
+        """Whether `compile` came to its end for a candidate."""
+        return name_of(implementation, config) in self._checks
+
+    def _build(self, implementation: Implementation, config: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted function of a candidate, and its arguments."""
         if self.inv.direction == FORWARD:
-            program = jax.jit(lambda args: implementation.forward(args, config)[0])
-            return lambda: program(self.args)
-        saved, wanted = self._saved(), self.inv.wanted
+            return jax.jit(lambda args: implementation.forward(args, config)[0]), (self.args,)
+        wanted = self.inv.wanted
 
         @jax.jit
         def program(args: Any, outputs: Any, residuals: Any, cotangents: Any) -> Any:
             grads = implementation.backward(args, config, outputs, residuals, cotangents, wanted)
             return {name: grads[name] for name in sorted(wanted & grads.keys())}
 
-        return lambda: program(self.args, *saved)
+        return program, (self.args, *self._saved())
 
     def release(self) -> None:
         """Lets go of arrays and programs, which know one another."""
         self._programs.clear()
+        self._checks.clear()
         self._residuals = self._expected = self.args = None
 
     def check(self, implementation: Implementation, config: Any) -> None:
         """Raises unless a candidate agrees with the oracle on a small twin, and with the others."""
-        reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
+        check = self._checks.get(name_of(implementation, config))
+        if check is None:
+            reason = self.inv.kernel.check_candidate(self.inv, implementation, config)
+        else:
+            reason = check()
         if reason is not None:
             raise Rejected(reason)
         self.compare(implementation, config)
@@ -82,7 +109,8 @@ class Trial:
     def compare(self, implementation: Implementation, config: Any) -> None:
         """Raises unless a candidate agrees at full size with the first one that was compared."""
         run = self.run(implementation, config)
-        benchmark.look()  # the first call compiles
+        if not self.is_compiled(implementation, config):
+            benchmark.look()  # the first call compiles
         outputs, tree = jax.tree.flatten(run())
         rows, epsilons = [_sample(x) for x in outputs], [_epsilon(x.dtype) for x in outputs]
         if self._finite_inputs and any(np.isnan(x).any() for x in rows):

@@ -4,15 +4,16 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from ejkernel import _settings
+from ejkernel import _device, _settings
 from ejkernel.ops.config import policy as policies
 from ejkernel.ops.config import table
 from ejkernel.ops.config.cache import CUT_SHORT, Stored
@@ -23,6 +24,8 @@ from ejkernel.ops.execution.trial import Trial, name_of
 logger = logging.getLogger("ejkernel")
 
 _CPU_CANDIDATES = 4
+# XLA compiles a program for a CPU on all cores, one for a GPU mostly on one.
+_MOST_THREADS = 16
 # Candidates closer than this are equal; the fixed order decides.
 _NOISE = 0.01
 # The best and those within a tenth of it are measured again, in turns: a device's clock wanders.
@@ -52,6 +55,8 @@ class Tuner:
       num_warmup: Calls before the clock starts.
       num_iters: Calls that are timed, at most.
       max_candidates: How many to try; None tries all, on a CPU four.
+      threads: How many threads compile candidates before the first is timed; 0 compiles each
+        candidate when its turn comes. None is 0 on a CPU, else the number of cores, at most 16.
       report: Called with what is done, how many candidates there are, and the least time so far,
         in milliseconds, or None; without it a terminal shows a line.
     """
@@ -62,10 +67,11 @@ class Tuner:
         num_warmup: int = 1,
         num_iters: int = 10,
         max_candidates: int | None = None,
+        threads: int | None = None,
         report: Callable[[int, int, float | None], None] | None = None,
     ):
         self.num_warmup, self.num_iters = num_warmup, num_iters
-        self.max_candidates = max_candidates
+        self.max_candidates, self.threads = max_candidates, threads
         self.report = report
         self.measured = 0  # candidates timed so far, by this tuner
 
@@ -122,21 +128,9 @@ class Tuner:
         if known is not None:
             run.times.update(known.times_ms)
             run.tried.update(known.failures)
-        precision = jax.config.jax_default_matmul_precision
-        x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
-        settings = _settings.current()
 
         def work() -> Result:
-            # a fresh thread has no trace and no mesh of the caller's; what the caller computes in
-            # and on, and where results go, must be the same
-            with (
-                jax.default_matmul_precision(precision),
-                jax.enable_x64(x64),
-                jax.default_device(device),
-                _settings.using(settings),
-                policies.policy_override(autotune=False),
-                run.clock.counting(),
-            ):
+            with run.in_thread():
                 return self._measure(run)
 
         with concurrent.futures.ThreadPoolExecutor(1, "ejkernel-tuner") as pool:
@@ -160,7 +154,11 @@ class Tuner:
             return Result(None, {}, f"no inputs to measure on: {_short(error)}")
         finalists: list[Candidate] = []
         try:
-            for done, candidate in enumerate(run.candidates):
+            if threads := self._num_threads():
+                self._compile_ahead(run, trial, threads)
+            # the fixed order, the compiled ones first
+            ordered = sorted(run.candidates, key=lambda c: not trial.is_compiled(*c))
+            for done, candidate in enumerate(ordered):
                 self._say(run, done)
                 self._measure_one(run, trial, candidate)
             if not run.stop.is_set():
@@ -176,6 +174,45 @@ class Tuner:
             return Result(None, run.failures, reason)
         return Result(run.best(complete=not cut_short, among=finalists), run.failures)
 
+    def _num_threads(self) -> int:
+        if self.threads is not None:
+            return self.threads
+        if _device.default_device().platform == "cpu":
+            return 0
+        return min(_MOST_THREADS, os.cpu_count() or 1)
+
+    def _compile_ahead(self, run: "_Run", trial: Trial, threads: int) -> None:
+        """Compiles in threads, none of which is left: they would disturb the clock.
+
+        Half of the budget is for this; what has not begun by then is compiled when its turn comes.
+        """
+
+        def compile_one(candidate: Candidate) -> str | None:
+            """Why it failed, in words: an error would keep the arrays of its frames alive."""
+            if run.stop.is_set() or run.clock.left < run.budget_s / 2:
+                return None
+            try:
+                with contextlib.suppress(benchmark.OverBudget), run.in_thread():
+                    trial.compile(*candidate)
+            except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
+                return _short(error)
+            return None
+
+        try:
+            trial.prepare()
+        except Exception as error:  # noqa: BLE001 - every candidate fails with it in its turn
+            logger.debug("nothing is compiled ahead: %s", _short(error))
+            return
+        with concurrent.futures.ThreadPoolExecutor(threads, "ejkernel-compiler") as pool:
+            compiling = {pool.submit(compile_one, c): name_of(*c) for c in run.to_compile()}
+            for future in concurrent.futures.as_completed(compiling):
+                if (reason := future.result()) is not None:
+                    name = compiling[future]
+                    run.failures[name] = reason
+                    run.times.pop(name, None)
+                    self._log(run, name)
+                self._say(run, 0)
+
     def _say(self, run: "_Run", done: int) -> None:
         if self.report is None:
             _show_progress(run, done)
@@ -184,6 +221,8 @@ class Tuner:
 
     def _measure_one(self, run: "_Run", trial: Trial, candidate: Candidate) -> None:
         name = name_of(*candidate)
+        if name in run.failures:  # it could not be compiled
+            return
         if name in run.times:  # of an earlier run: one of these is what others are compared with
             if not (trial.has_reference or run.clock.over):
                 try:
@@ -194,10 +233,12 @@ class Tuner:
                     run.failures[name] = _short(error)
                     del run.times[name]
             return
+        # compiling ahead may take the whole budget: one time must come of it, or it was in vain
+        is_due = not run.times and trial.is_compiled(*candidate)
         earlier = run.tried.get(name)
         if earlier not in (None, CUT_SHORT, _ENDED):
             run.failures[name] = earlier
-        elif run.stop.is_set() or run.clock.over:
+        elif run.stop.is_set() or (run.clock.over and not is_due):
             run.failures[name] = earlier or CUT_SHORT
         else:
             if run.times:  # told before it starts: it may take the process with it
@@ -212,8 +253,11 @@ class Tuner:
                 run.failures[name] = _short(error)
             else:
                 run.save(run.best(complete=False))
-            if _settings.current().log_autotune:
-                logger.warning("  %s: %s", name, run.times.get(name, run.failures.get(name)))
+            self._log(run, name)
+
+    def _log(self, run: "_Run", name: str) -> None:
+        if _settings.current().log_autotune:
+            logger.warning("  %s: %s", name, run.times.get(name, run.failures.get(name)))
 
     def _time(
         self, trial: Trial, implementation: Implementation, config: Any, clock: Any, best: Any
@@ -294,9 +338,19 @@ class _Run:
     tried: dict[str, str] = dataclasses.field(default_factory=dict)  # failures of an earlier run
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
     clock: benchmark.Stopwatch = dataclasses.field(init=False)
+    in_thread: Callable[[], contextlib.AbstractContextManager[None]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = benchmark.Stopwatch(self.budget_s)
+        self.in_thread = _callers_contexts(self.clock)
+
+    def to_compile(self) -> list[Candidate]:
+        """Candidates to be measured, and of those that an earlier run measured the first."""
+        known = {name_of(*c) for c in self.timed()[:1]}
+        # one that ended a process may do so again: only `_measure_one` keeps a record of that
+        new = lambda name: name not in self.times and self.tried.get(name) in (None, CUT_SHORT)
+        named = {name_of(*c): c for c in self.candidates}
+        return [c for name, c in named.items() if name in known or new(name)]
 
     def time(self, candidate: Candidate) -> float:
         return self.times[name_of(*candidate)]
@@ -319,6 +373,32 @@ class _Run:
         return Stored(
             winner.name, winner.version, config, dict(self.times), failures, complete, self.rivals
         )
+
+
+def _callers_contexts(
+    clock: benchmark.Stopwatch,
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What threads of a run enter: a fresh one has no trace and no mesh of the caller's.
+
+    What the caller computes in and on, and where results go, must be the same.
+    """
+    precision = jax.config.jax_default_matmul_precision
+    x64, device = jax.config.jax_enable_x64, jax.config.jax_default_device
+    settings = _settings.current()
+
+    @contextlib.contextmanager
+    def in_thread() -> Iterator[None]:
+        with (
+            jax.default_matmul_precision(precision),
+            jax.enable_x64(x64),
+            jax.default_device(device),
+            _settings.using(settings),
+            policies.policy_override(autotune=False),
+            clock.counting(),
+        ):
+            yield
+
+    return in_thread
 
 
 def _short(error: BaseException) -> str:
