@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 Emit = Callable[[dict[str, Any]], None]
+_MOST_THREADS = 16
 
 
 def main() -> None:
@@ -55,9 +56,17 @@ def run(request: dict[str, Any], emit: Emit) -> None:
                 continue
             emit({"start": name})
             report = lambda done, count, least: emit({"progress": [done, count, least]})
-            chain = ConfigSelectorChain(persistent=cache, tuner=Tuner(report=report))
+            tuner = Tuner(report=report, threads=threads())
+            chain = ConfigSelectorChain(persistent=cache, tuner=tuner)
             emit({"result": tune(chain, inv, request, clock.left) | {"call": name}})
     emit({"done": True})
+
+
+def threads() -> int:
+    """That compile candidates: XLA compiles a program for a CPU on all cores, for a GPU on one."""
+    from ejkernel import _device
+
+    return 0 if _device.device_kind() == "cpu" else min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 def tune(chain: Any, inv: Any, request: dict[str, Any], left: float) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import os
 import statistics
 import sys
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ejkernel import _device, _settings
+from ejkernel import _settings
 from ejkernel.ops.config import policy as policies
 from ejkernel.ops.config import table
 from ejkernel.ops.config.cache import CUT_SHORT, Stored
@@ -24,8 +23,6 @@ from ejkernel.ops.execution.trial import Trial, name_of
 logger = logging.getLogger("ejkernel")
 
 _CPU_CANDIDATES = 4
-# XLA compiles a program for a CPU on all cores, one for a GPU mostly on one.
-_MOST_THREADS = 16
 # Candidates closer than this are equal; the fixed order decides.
 _NOISE = 0.01
 # The best and those within a tenth of it are measured again, in turns: a device's clock wanders.
@@ -56,7 +53,7 @@ class Tuner:
       num_iters: Calls that are timed, at most.
       max_candidates: How many to try; None tries all, on a CPU four.
       threads: How many threads compile candidates before the first is timed; 0 compiles each
-        candidate when its turn comes. None is 0 on a CPU, else the number of cores, at most 16.
+        candidate when its turn comes. A process that dies meanwhile leaves no record of why.
       report: Called with what is done, how many candidates there are, and the least time so far,
         in milliseconds, or None; without it a terminal shows a line.
     """
@@ -67,7 +64,7 @@ class Tuner:
         num_warmup: int = 1,
         num_iters: int = 10,
         max_candidates: int | None = None,
-        threads: int | None = None,
+        threads: int = 0,
         report: Callable[[int, int, float | None], None] | None = None,
     ):
         self.num_warmup, self.num_iters = num_warmup, num_iters
@@ -154,8 +151,8 @@ class Tuner:
             return Result(None, {}, f"no inputs to measure on: {_short(error)}")
         finalists: list[Candidate] = []
         try:
-            if threads := self._num_threads():
-                self._compile_ahead(run, trial, threads)
+            if self.threads:
+                self._compile_ahead(run, trial)
             # the fixed order, the compiled ones first
             ordered = sorted(run.candidates, key=lambda c: not trial.is_compiled(*c))
             for done, candidate in enumerate(ordered):
@@ -174,14 +171,7 @@ class Tuner:
             return Result(None, run.failures, reason)
         return Result(run.best(complete=not cut_short, among=finalists), run.failures)
 
-    def _num_threads(self) -> int:
-        if self.threads is not None:
-            return self.threads
-        if _device.default_device().platform == "cpu":
-            return 0
-        return min(_MOST_THREADS, os.cpu_count() or 1)
-
-    def _compile_ahead(self, run: "_Run", trial: Trial, threads: int) -> None:
+    def _compile_ahead(self, run: "_Run", trial: Trial) -> None:
         """Compiles in threads, none of which is left: they would disturb the clock.
 
         Half of the budget is for this; what has not begun by then is compiled when its turn comes.
@@ -203,7 +193,7 @@ class Tuner:
         except Exception as error:  # noqa: BLE001 - every candidate fails with it in its turn
             logger.debug("nothing is compiled ahead: %s", _short(error))
             return
-        with concurrent.futures.ThreadPoolExecutor(threads, "ejkernel-compiler") as pool:
+        with concurrent.futures.ThreadPoolExecutor(self.threads, "ejkernel-compiler") as pool:
             compiling = {pool.submit(compile_one, c): name_of(*c) for c in run.to_compile()}
             for future in concurrent.futures.as_completed(compiling):
                 if (reason := future.result()) is not None:
