@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from ejkernel import _contexts, cli
-from ejkernel.bench import Peer, Workload, _apart, _check, _programs, _runner
+from ejkernel.bench import Peer, Workload, _ahead, _apart, _check, _programs, _runner
 from ejkernel.kernels import kernel_registry
 from tests.bench.test_bench import ABSENT, BROKEN, POOL, QUICK, RIGHT, WRONG, workload
 
@@ -144,6 +145,25 @@ def test_rows_that_are_kept_or_have_no_time_are_not_compiled():
     (row,) = _runner.run([workload(RIGHT)], dataclasses.replace(THREADS, given_up=dead)).rows
     assert row.program("right").failed == "signal 11"
     assert row.program("xla/any").median > 0
+
+
+def test_a_part_of_the_budget_is_left_for_rows(monkeypatch):
+    def slow(values):
+        if threading.current_thread().name.startswith("ejkernel-ahead"):
+            time.sleep(0.3)
+        return RIGHT.run(values)
+
+    monkeypatch.setattr(_ahead, "_SAY_S", 0.01)
+    monkeypatch.setattr(_ahead, "_SHARE", 0.004)  # 0.4 s
+    peers = [Peer(f"slow {i}", POOL, slow) for i in range(6)]
+    options = dataclasses.replace(QUICK, threads=1, budget_s=100.0)
+    watched = Watched()
+    (row,) = _runner.run([workload(*peers)], options, watched).rows
+    compiled, failed = watched.counts
+    assert compiled < 5
+    assert failed == 0
+    assert all(row.program(peer.name).median > 0 for peer in peers)
+    assert sum(text.startswith("compiling: ") for text in watched.steps) > 10
 
 
 def test_a_process_that_ends_while_it_compiles_is_followed_by_one_without_threads(tmp_path):
