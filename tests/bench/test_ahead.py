@@ -53,6 +53,10 @@ class Watched(_runner.Progress):
             jax.monitoring.unregister_event_duration_listener(count)
 
 
+def is_timed(row, name):
+    return (row.program(name).median or 0.0) > 0
+
+
 def programs(document):
     return [
         (row.workload, row.mode, row.auto, p.name, p.config, p.failed, p.median is None)
@@ -84,7 +88,7 @@ def test_nothing_is_compiled_while_rows_are_measured():
     assert watched.begun[0] == _apart.AHEAD
     assert any(text.startswith("compiling: ") for text in watched.steps)
     row = document.rows[0]
-    assert row.program("right").median > 0
+    assert is_timed(row, "right")
     assert row.program("wrong").failed.startswith("disagrees with ours")
 
 
@@ -94,8 +98,8 @@ def test_what_fails_in_a_thread_fails_in_its_row_with_the_reason():
     (row,) = _runner.run([workload(BROKEN, RIGHT, late)], THREADS, watched).rows
     assert watched.counts == (2, 1)  # `late` is asked when there are numbers
     assert row.program("broken").failed == "RuntimeError: no such kernel for this device"
-    assert row.program("right").median > 0
-    assert row.program("late").median > 0
+    assert is_timed(row, "right")
+    assert is_timed(row, "late")
 
 
 def test_a_program_in_place_keeps_the_arrays_of_its_call():
@@ -144,7 +148,7 @@ def test_rows_that_are_kept_or_have_no_time_are_not_compiled():
     dead = {_apart.AHEAD: "signal 11", ("mean_pooling", "T150", "fwd", "right"): "signal 11"}
     (row,) = _runner.run([workload(RIGHT)], dataclasses.replace(THREADS, given_up=dead)).rows
     assert row.program("right").failed == "signal 11"
-    assert row.program("xla/any").median > 0
+    assert is_timed(row, "xla/any")
 
 
 def test_a_part_of_the_budget_is_left_for_rows(monkeypatch):
@@ -159,10 +163,8 @@ def test_a_part_of_the_budget_is_left_for_rows(monkeypatch):
     options = dataclasses.replace(QUICK, threads=1, budget_s=100.0)
     watched = Watched()
     (row,) = _runner.run([workload(*peers)], options, watched).rows
-    compiled, failed = watched.counts
-    assert compiled < 5
-    assert failed == 0
-    assert all(row.program(peer.name).median > 0 for peer in peers)
+    assert watched.counts in [(compiled, 0) for compiled in range(5)]
+    assert all(is_timed(row, peer.name) for peer in peers)
     assert sum(text.startswith("compiling: ") for text in watched.steps) > 10
 
 
