@@ -55,6 +55,13 @@ def add_command(commands: Any) -> None:
         help="tune each kernel first",
     )
     add(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile all programs in so many threads before the first row",
+    )
+    add(
         "--budget",
         type=float,
         metavar="SECONDS",
@@ -109,6 +116,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         peers=_peer_names(arguments, workloads),
         public=arguments.public,
         tune_s=arguments.tune,
+        threads=arguments.threads,
         budget_s=float("inf") if arguments.budget is None else arguments.budget,
         resume=_earlier(arguments),
         given_up=_apart.given_up(arguments.state) if arguments.state else {},
@@ -152,6 +160,13 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuses what cannot work before anything is measured."""
     if arguments.rounds < 1:
         raise UsageError(f"--rounds must be at least 1; got {arguments.rounds}")
+    if arguments.threads < 0:
+        raise UsageError(f"--threads must be at least 0; got {arguments.threads}")
+    if arguments.threads and arguments.tune:
+        raise UsageError(
+            "--threads compiles before --tune chooses configurations: tune in a run without "
+            "--threads, or by `ejkernel tune`"
+        )
     if arguments.resume and arguments.out is None:
         raise UsageError("--resume needs --out, which holds the rows that are there already")
     for name in ("seconds", "tune", "timeout", "budget"):

@@ -36,6 +36,10 @@ class _PlainProgress:
     def begin(self, op: str, workload: str, mode: str, program: str) -> None:
         return None
 
+    def ahead(self, compiled: int, failed: int) -> None:
+        later = f"; {failed} failed and are tried again in their rows" if failed else ""
+        tell(f"compiled {compiled} programs before the first row{later}")
+
     def lost(self, reason: str) -> None:
         return None
 

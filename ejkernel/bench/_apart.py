@@ -31,6 +31,7 @@ _MOST_DEATHS_BY_A_PROGRAM = 2  # in one op; then it is not tried in its other ro
 _POLL_S = 0.1
 
 Key = tuple[str, str, str, str]  # op, workload, mode, program
+AHEAD: Key = ("", "all programs, compiled ahead", "", "")
 
 
 class Journal:
@@ -140,6 +141,10 @@ class _Supervisor:
     def _learn(self, lines: list[dict[str, Any]], why: str) -> bool:
         """Notes what the worker ended with; False when another one would end there, too."""
         begun = [tuple(line["begin"]) for line in lines if "begin" in line]
+        if begun and begun[-1] == AHEAD and AHEAD not in self.dead:
+            tell(f"ejkernel: compiling in threads: {why}; going on without --threads")
+            self.dead[AHEAD] = why
+            return True
         if not begun or not begun[-1][0] or begun[-1] in self.dead:
             tell(f"ejkernel: error: the process that measures ended before it began: {why}")
             return False

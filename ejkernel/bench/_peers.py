@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.bench._workloads import Peer
+from ejkernel.bench._workloads import Peer, Workload
 
 _FLASH = ("flash_attention",)
 _LINEAR = ("gla", "lightning_attention", "linear_recurrence")
@@ -29,6 +29,12 @@ def known(op: str, device_kind: str) -> list[Peer]:
         for peer in (*PEERS, *_peers_torch.PEERS)
         if op in peer.ops and peer.backend in ("", device_kind) and not missing(peer)
     ]
+
+
+def of(workload: Workload, device_kind: str, wanted: Sequence[str] | None) -> list[Peer]:
+    """A workload's own peers and the known ones, those that are wanted."""
+    every = [*workload.peers, *(known(workload.op, device_kind) if workload.known_peers else ())]
+    return [peer for peer in every if wanted is None or peer.name in wanted]
 
 
 def missing(peer: Peer) -> list[str]:

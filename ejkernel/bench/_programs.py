@@ -1,7 +1,7 @@
 """Compiled programs of a workload: ours entry by entry, and those of peers."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,17 +9,18 @@ import jax.numpy as jnp
 
 from ejkernel import _device
 from ejkernel.bench import _workloads
-from ejkernel.bench._workloads import AUTO, BOTH, FWD, Workload
+from ejkernel.bench._workloads import AUTO, BOTH, FWD, TIME, Peer, Workload
 from ejkernel.kernels import _op_kernel, kernel_registry
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 from ejkernel.ops.execution.executor import default_executor
 
 DIRECTIONS = {FWD: (FORWARD,), BOTH: (FORWARD, BACKWARD)}
+PURE, LOOPED, IN_PLACE = "pure", "looped", "in place"  # kinds of programs
 
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """The concrete inputs of a workload, shared by all its programs."""
+    """The inputs of a workload, shared by all its programs: arrays, or only their shapes."""
 
     workload: Workload
     values: dict[str, Any]
@@ -28,17 +29,60 @@ class Call:
     args: Any
     grads: tuple[str, ...]
     cotangent: Any = None
+    has_data: bool = True
 
     @classmethod
-    def of(cls, workload: Workload) -> "Call":
+    def of(cls, workload: Workload, key: Any = None) -> "Call":
         spec = kernel_registry.spec(workload.op)
-        values = workload.values(jnp.dtype(workload.dtype), jax.random.key(0))
+        key = jax.random.key(0) if key is None else key
+        values = workload.values(jnp.dtype(workload.dtype), key)
         traced, static = _workloads.split(values)
         args = spec.canonicalize(spec.unpack(spec.complete(values)))
         grads = workload.grads
         if grads is None:
             grads = tuple(name for name in traced if name in spec.differentiable)
         return cls(workload, values, traced, static, args, grads)
+
+    @classmethod
+    def of_shapes(cls, workload: Workload) -> "Call":
+        """A call without data, whose programs can be compiled and not run."""
+        found: list[Call] = []
+
+        def make(key: Any) -> Any:
+            found.append(cls.of(workload, key))
+            return found[0].traced, found[0].args
+
+        shapes, args = jax.eval_shape(make, jax.random.key(0))
+        (call,) = found
+        traced = {name: shapes[name] for name in call.traced}  # in the order of the arguments
+        more: dict[str, Any] = {"traced": traced, "values": call.static | traced, "args": args}
+        return dataclasses.replace(call, has_data=False, **more)
+
+    def without_data(self) -> "Call":
+        traced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.traced)
+        return dataclasses.replace(self, traced=traced, cotangent=None, has_data=False)
+
+    def while_traced(self, ask: Callable[["Call"], Any]) -> Any:
+        """What `ask` says of this call while it is traced, when arrays have no numbers."""
+        said: list[Any] = []
+
+        def trace(traced: dict[str, Any]) -> None:
+            values = {**self.static, **traced}
+            said.append(ask(dataclasses.replace(self, traced=traced, values=values)))
+
+        jax.eval_shape(trace, self.traced)
+        return said[0]
+
+    def prepared(self, peer: Peer | None) -> "Call":
+        """This call with the arrays that a peer takes besides."""
+        if peer is None or peer.prepare is None:
+            return self
+        if self.has_data:
+            more = peer.prepare(self.values)
+        else:
+            prepare = peer.prepare
+            more = jax.eval_shape(lambda traced: prepare({**self.static, **traced}), self.traced)
+        return dataclasses.replace(self, traced=self.traced | more)
 
     @property
     def op(self) -> str:
@@ -54,10 +98,13 @@ class Call:
         return flops, sum(work.traffic(self.args, d) for d in directions)
 
     def with_cotangent(self, fn: Callable[[dict[str, Any]], Any]) -> None:
-        """Draws a cotangent for the outputs of a function, once."""
+        """Draws a cotangent for the outputs of a function, once; without data, its shapes."""
         if self.cotangent is not None:
             return
         made = jax.eval_shape(lambda traced: fn({**self.static, **traced}), self.traced)
+        if not self.has_data:
+            self.cotangent = made
+            return
         leaves, tree = jax.tree.flatten(made)
         keys = jax.random.split(jax.random.key(1), max(len(leaves), 1))
         drawn = [
@@ -142,6 +189,21 @@ def of_auto(call: Call, mode: str) -> Ours:
     return Ours(AUTO, fn, choices, None)
 
 
+def stand_in(auto: Ours, working: Sequence[Ours]) -> Ours | None:
+    """The program of an entry that is what "auto" runs; None where no single one is."""
+    same = [ours for ours in working if auto.choices and ours.same_as(auto)]
+    return (same or working)[0] if same or len(working) == 1 else None
+
+
+def checked(call: Call, entry: Any) -> tuple[str, dict[str, Any]]:
+    """The mode in which an entry is compared with the oracle, and the chosen configurations."""
+    reasons = dict(entries(call, BOTH, (entry.name,)))
+    both = BOTH in call.workload.modes and reasons.get(entry) is None
+    mode = BOTH if both and kernel_registry.spec(call.op).differentiable else FWD
+    choices = of_entry(call, entry, mode).choices
+    return mode, {direction: choice.cfg for direction, choice in choices.items()}
+
+
 def invocations(call: Call, mode: str, platform: str) -> dict[str, Any]:
     """The invocations of a call, by direction."""
     kernel, made = kernel_of(call.op), {}
@@ -177,12 +239,58 @@ def _choices(call: Call, mode: str, platform: str) -> dict[str, Any]:
 # Programs that run
 
 
-def pure(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable[[], Any]:
-    """A compiled function that gives outputs, and gradients where the mode has them."""
+@dataclasses.dataclass(eq=False)
+class Runnable:
+    """A program with its inputs; one whose inputs are shapes can only be compiled."""
+
+    jitted: Any
+    inputs: tuple[Any, ...]
+    # names in the first input, which is donated, each with the output that the next call takes
+    follows: dict[str, str] = dataclasses.field(default_factory=dict)
+    compiled: Any = None  # else `jitted` is compiled by the first call
+    _held: dict[str, Any] | None = None  # what the next call donates
+
+    def compile(self) -> Any:
+        if self.compiled is None:
+            self.compiled = self.jitted.lower(*self.inputs).compile()
+        return self.compiled
+
+    def __call__(self) -> Any:
+        program = self.jitted if self.compiled is None else self.compiled
+        if not self.follows:
+            return program(*self.inputs)
+        first, *rest = self.inputs
+        if self._held is None:  # a copy: the arrays of the call stay as they are
+            self._held = {name: jnp.array(x) for name, x in first.items()}
+        made = program(self._held, *rest)
+        self._held = {name: made[out] for name, out in self.follows.items()}
+        return made
+
+
+def kinds(call: Call, mode: str, peer: Peer | None) -> tuple[str, ...]:
+    """The programs that a row makes of one function: the first is compared, the last timed."""
+    workload = call.workload
+    if workload.quantity != TIME:
+        return (PURE,)
+    if kernel_registry.spec(call.op).written or (peer is None and workload.carried):
+        return PURE, IN_PLACE
+    return (PURE, LOOPED) if workload.repeats > 1 and mode == FWD else (PURE,)
+
+
+def program(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str, kind: str) -> Runnable:
+    """The program of a kind; `fn` takes the public arguments of the call."""
+    if kind == IN_PLACE:
+        return in_place(call, fn, mode, call.workload.repeats)
+    if kind == LOOPED:
+        return looped(call, fn, call.workload.repeats)
+    return pure(call, fn, mode)
+
+
+def pure(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Runnable:
+    """Gives outputs, and gradients where the mode has them."""
     static, grads = call.static, call.grads
     if mode == FWD:
-        forward = jax.jit(lambda traced: fn({**static, **traced}))
-        return lambda: forward(call.traced)
+        return Runnable(jax.jit(lambda traced: fn({**static, **traced})), (call.traced,))
 
     @jax.jit
     def both(traced: dict[str, Any], cotangent: Any) -> Any:
@@ -191,7 +299,7 @@ def pure(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> Callable
         return out, pull(cotangent)[0]
 
     call.with_cotangent(fn)
-    return lambda: both(call.traced, call.cotangent)
+    return Runnable(both, (call.traced, call.cotangent))
 
 
 def carried(call: Call) -> dict[str, str]:
@@ -200,8 +308,8 @@ def carried(call: Call) -> dict[str, str]:
     return written | dict(call.workload.carried)
 
 
-def looped(call: Call, fn: Callable[[dict[str, Any]], Any], repeats: int) -> Callable[[], Any]:
-    """A compiled function that makes so many forward calls one after another.
+def looped(call: Call, fn: Callable[[dict[str, Any]], Any], repeats: int) -> Runnable:
+    """Makes so many forward calls one after another.
 
     The first array of a call goes through a barrier with the outputs of the call before, so that
     the compiler neither drops a call nor takes it out of the loop.
@@ -219,12 +327,12 @@ def looped(call: Call, fn: Callable[[dict[str, Any]], Any], repeats: int) -> Cal
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
         return jax.lax.fori_loop(0, repeats, step, (traced[name], start))[1]
 
-    return lambda: program(call.traced)
+    return Runnable(program, (call.traced,))
 
 
 def in_place(
     call: Call, fn: Callable[[dict[str, Any]], Any], mode: str, repeats: int = 1
-) -> Callable[[], Any]:
+) -> Runnable:
     """As `pure`; arguments that may be overwritten are those of the call before, donated.
 
     A program makes `repeats` calls one after another; in a loop, XLA would copy what is carried.
@@ -242,27 +350,5 @@ def in_place(
             written = {name: made[out] for name, out in follows.items()}
         return made
 
-    program = jax.jit(steps, donate_argnums=0)
-    held = {name: jnp.array(call.traced[name]) for name in follows}  # a copy of its own
-
-    def run() -> Any:
-        made = program(dict(held), rest)
-        held.update({name: made[out] for name, out in follows.items()})
-        return made
-
-    return run
-
-
-def temporaries(call: Call, fn: Callable[[dict[str, Any]], Any], mode: str) -> int:
-    """Temporary bytes that XLA reports of a program; nothing runs."""
-    traced = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.traced)
-    forward = lambda traced: fn({**call.static, **traced})
-
-    def both(traced: dict[str, Any], cotangent: Any) -> Any:
-        point = {name: traced[name] for name in call.grads}
-        out, pull = jax.vjp(lambda some: forward({**traced, **some}), point)
-        return out, pull(cotangent)[0]
-
-    inputs = (traced, jax.eval_shape(forward, traced)) if mode == BOTH else (traced,)
-    program = jax.jit(both if mode == BOTH else forward)
-    return program.lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+    first = {name: call.traced[name] for name in follows}
+    return Runnable(jax.jit(steps, donate_argnums=0), (first, rest), follows)

@@ -12,8 +12,7 @@ from ejkernel import _device
 from ejkernel.bench import _bars, _check, _peers, _programs, _results
 from ejkernel.bench._programs import Call
 from ejkernel.bench._results import OURS, Program, Row
-from ejkernel.bench._workloads import AUTO, BOTH, EAGER, FWD, MEMORY, TIME, Peer
-from ejkernel.kernels import kernel_registry
+from ejkernel.bench._workloads import AUTO, EAGER, MEMORY, TIME, Peer
 from ejkernel.ops.execution import benchmark
 from ejkernel.ops.execution.executor import default_executor
 
@@ -48,7 +47,7 @@ class RowInTheMaking:
         """The row; a program that fails at any point has the reason in place of a number."""
         call, workload = self.call, self.call.workload
         self._add_ours()
-        for peer in self._peers():
+        for peer in _peers.of(workload, self.run.kind, self.run.options.peers):
             self._add_peer(peer)
         self._add_public()
         if workload.quantity == TIME:
@@ -140,19 +139,10 @@ class RowInTheMaking:
     def _oracle(self, entry: Any) -> str | None:
         """What the oracle says, once for all modes of a workload."""
         if entry.name not in self.wrong:
-            modes = self.call.workload.modes
-            mode = BOTH if BOTH in modes and self._differentiates(entry) else FWD
-            choices = _programs.of_entry(self.call, entry, mode).choices
-            chosen = {direction: choice.cfg for direction, choice in choices.items()}
+            mode, chosen = _programs.checked(self.call, entry)
             said = _check.against_oracle(self.call, entry, mode, _device.find(), chosen)
             self.wrong[entry.name] = None if said is None else f"wrong: {said}"
         return self.wrong[entry.name]
-
-    def _differentiates(self, entry: Any) -> bool:
-        reasons = dict(_programs.entries(self.call, BOTH, (entry.name,)))
-        return reasons.get(entry) is None and bool(
-            kernel_registry.spec(self.call.op).differentiable
-        )
 
     def _tune(self, platform: str) -> None:
         if not self.run.options.tune_s:
@@ -168,9 +158,8 @@ class RowInTheMaking:
         self.run.begin(AUTO)
         self._tune(AUTO)
         auto = _programs.of_auto(self.call, self.mode)
-        same = [ours for ours in working if auto.choices and ours.same_as(auto)]
-        if same or len(working) == 1:
-            self.auto = (same or working)[0].name
+        if (same := _programs.stand_in(auto, working)) is not None:
+            self.auto = same.name
             return
         self.auto = AUTO
         record = Program(AUTO, OURS, config=auto.config())
@@ -188,26 +177,30 @@ class RowInTheMaking:
         quantity = self.call.workload.quantity
         if quantity == MEMORY:
             record = next(p for p in self.programs if p.name == name)
-            record.median = float(_programs.temporaries(self.call, fn, self.mode))
+            analysis = self._program(name, self.call.without_data(), fn).compile().memory_analysis()
+            record.median = float(analysis.temp_size_in_bytes)
             return None
-        call = self.call
-        if peer is not None and peer.prepare is not None:
-            call = dataclasses.replace(call, traced=call.traced | peer.prepare(call.values))
-        run = _programs.pure(call, fn, self.mode)
+        call = self.call.prepared(peer)
+        run = self._program(name, call, fn)
         if (reason := self._compare(run(), peer)) is not None:
             return reason
         if quantity == EAGER:
             record = next(p for p in self.programs if p.name == name)
             record.median = _eager(self.call, fn, run)
             return None
-        repeats = self.call.workload.repeats
-        written = kernel_registry.spec(self.call.op).written
-        if written or (peer is None and self.call.workload.carried):
-            run, self.repeats[name] = _programs.in_place(self.call, fn, self.mode, repeats), repeats
-        elif repeats > 1 and self.mode == FWD:
-            run, self.repeats[name] = _programs.looped(call, fn, repeats), repeats
+        *_, timed = _programs.kinds(call, self.mode, peer)
+        if timed != _programs.PURE:
+            run = self._program(name, call, fn, timed)
+            self.repeats[name] = call.workload.repeats
         self.runs[name] = run
         return None
+
+    def _program(
+        self, name: str, call: Call, fn: Callable[..., Any], kind: str = _programs.PURE
+    ) -> _programs.Runnable:
+        """A program, with what was compiled of it before this row."""
+        made = _programs.program(call, fn, self.mode, kind)
+        return self.run.ahead.take((call.workload, self.mode, name, kind), made)
 
     def _compare(self, actual: Any, peer: Peer | None) -> str | None:
         if self.expected is None:
@@ -220,13 +213,6 @@ class RowInTheMaking:
         return None if said is None else f"disagrees with ours: {said}"
 
     # Peers
-
-    def _peers(self) -> list[Peer]:
-        workload, wanted = self.call.workload, self.run.options.peers
-        found = [*workload.peers]
-        if workload.known_peers:
-            found += _peers.known(workload.op, self.run.kind)
-        return [p for p in found if wanted is None or p.name in wanted]
 
     def _add_peer(self, peer: Peer) -> None:
         compared = self.expected is not None or self.call.workload.quantity == MEMORY

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel import _device
 from ejkernel.bench import _bars, _peers_torch, _results
+from ejkernel.bench._ahead import Ahead
 from ejkernel.bench._programs import Call
 from ejkernel.bench._public import Public
 from ejkernel.bench._results import Ceiling, Document, Row
@@ -40,11 +41,16 @@ class Options:
     public: str = ""  # a folder with the public package of our name
     tune_s: float = 0.0  # seconds of tuning for each kernel and direction before it is timed
     seed: int = 0
+    threads: int = 0  # that compile all programs before the first row; 0: each in its row
     budget_s: float = float("inf")  # no row is begun after so many seconds
     resume: Document | None = None  # rows that are there already
     # why programs are not tried: by op, workload, mode and program. "" as the program stands for
     # the whole row, "" as workload and mode for all rows of the op.
     given_up: Mapping[tuple[str, str, str, str], str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.threads and self.tune_s:
+            raise ValueError(f"`threads={self.threads}` compiles before tuning chooses: give one.")
 
 
 class Progress:
@@ -58,6 +64,9 @@ class Progress:
 
     def begin(self, op: str, workload: str, mode: str, program: str) -> None:
         """Says which program is compiled, checked or timed now, in case it ends the process."""
+
+    def ahead(self, compiled: int, failed: int) -> None:
+        """Says how many programs were compiled before the first row, and how many were not."""
 
     def lost(self, reason: str) -> None:
         """Says why this process cannot go on."""
@@ -91,6 +100,7 @@ class _Run:
     kind: str = dataclasses.field(default_factory=_device.device_kind)
     rng: random.Random = dataclasses.field(init=False)
     budget: benchmark.Stopwatch = dataclasses.field(init=False)
+    ahead: Ahead = dataclasses.field(default_factory=Ahead)
     here: tuple[str, str, str] = ("", "", "")  # the row: op, workload and mode
     left: int = 0  # rows without time
 
@@ -102,6 +112,7 @@ class _Run:
         modes = [self._modes(workload) for workload in workloads]
         self.progress.start(sum(map(len, modes)))
         self.save(self.document)  # what is wrong with the place is known before anything runs
+        self.ahead.compile(self, list(zip(workloads, modes, strict=True)))
         if self.options.public:
             self.public = Public(self.options.public)
             self.document.versions["public ejkernel"] = self.public.version
@@ -141,7 +152,7 @@ class _Run:
             return
         self.progress.step(f"{workload.op}, {workload.name}: inputs")
         self.here = (workload.op, workload.name, modes[0])
-        reasons = {mode: self.options.given_up.get((*self.here[:2], mode, "")) for mode in modes}
+        reasons = {mode: self.given_up(workload, mode) for mode in modes}
         call = None if all(reasons.values()) else self._call(workload)
         wrong: dict[str, str | None] = {}
         for mode in modes:
@@ -180,8 +191,15 @@ class _Run:
     def begin(self, program: str) -> str | None:
         """Says which program comes now; why not, if an earlier process ended with it."""
         self.progress.begin(*self.here, program)
-        op, given_up = self.here[0], self.options.given_up
-        return given_up.get((*self.here, program), given_up.get((op, "", "", program)))
+        return self._given_up(*self.here, program)
+
+    def given_up(self, workload: Workload, mode: str, program: str = "") -> str | None:
+        """Why a program, or a whole row, is not tried."""
+        return self._given_up(workload.op, workload.name, mode, program)
+
+    def _given_up(self, op: str, workload: str, mode: str, program: str) -> str | None:
+        given_up = self.options.given_up
+        return given_up.get((op, workload, mode, program), given_up.get((op, "", "", program)))
 
     def _ceilings(self, dtype: str) -> None:
         """A matrix product and a copy, again with every op; the best of all rounds counts."""
