@@ -89,7 +89,7 @@ GPU_BENCHMARKS := $(filter-out %/gpu_memcheck.py %/gpu_hopper_soak.py,$(wildcard
 
 bench-gpu:
 	@for f in $(GPU_BENCHMARKS); do echo "$$f"; name=$$(basename $$f .py); \
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads $$f --tune 60 --timeout 180 --bars --out benchmarks/results/$$name.json $(BENCH) || failed="$$failed $$f"; done; \
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m ejkernel bench --workloads $$f --threads 12 --timeout 180 --bars --out benchmarks/results/$$name.json $(BENCH) || failed="$$failed $$f"; done; \
 	[ -z "$$failed" ] || { echo "below a bar in:$$failed"; exit 1; }
 
 # SVG bars for README and docs, from the results that are kept.
