@@ -58,4 +58,5 @@ kernel_registry.register(
     backward=backward,
     backward_requires=backward_requires,
     config=config,
+    by_name="has not passed all of its tests on a GPU; ask for it with platform='pallas'",
 )(forward)
