@@ -469,7 +469,7 @@ def tanh(x, fine=True):
 
 def test_tanh_for_half_precision():
     x = np.linspace(-100.0, 100.0, 8192, dtype=np.float32)
-    np.testing.assert_allclose(tanh(x, fine=False)[0], np.tanh(x.astype(np.float64)), atol=5e-7)
+    np.testing.assert_allclose(tanh(x, fine=False)[0], np.tanh(x.astype(np.float64)), atol=2e-7)
 
 
 def test_tanh_is_exact_to_float32():
@@ -492,7 +492,7 @@ def test_tanh_is_exact_to_float32():
 @pytest.mark.parametrize("fine", [True, False])
 def test_tanh_at_the_ends(fine):
     found, _ = tanh(np.asarray([0.0, np.inf, -np.inf, np.nan], np.float32), fine)
-    np.testing.assert_allclose(found, [0.0, 1.0, -1.0, np.nan], atol=0.0 if fine else 3e-7)
+    np.testing.assert_array_equal(found, [0.0, 1.0, -1.0, np.nan])
 
 
 @triton.jit
@@ -506,7 +506,9 @@ def test_a_cap_is_one_of_scaled_scores(fine):
     x = np.linspace(-2000.0, 2000.0, 4096, dtype=np.float32)
     bound = {"inputs": {"x": x}, "outputs": {"out": shape(x.size)}}
     found = triton_call(scaled_cap_kernel, **bound, grid=(1,), N=x.size, FINE=fine)["out"]
-    np.testing.assert_allclose(found, 30.0 * np.tanh(x.astype(np.float64) / 240.0), atol=1.5e-5)
+    np.testing.assert_allclose(
+        found, 30.0 * np.tanh(x.astype(np.float64) / 240.0), atol=30.0 * 2e-7
+    )
 
 
 @triton.jit
