@@ -39,15 +39,15 @@ test-all: $(VENV)/.test
 	$(PYTEST) -n 2 --dist loadgroup --optimised
 
 # On a machine with a GPU, with the Python that has its JAX: make test-gpu PYTHON=python3
-# Tests that only compile run without a GPU. Of those that repeat every case for every dtype and kind
-# of configuration, make test-gpu EVERYTHING=1 runs all; else bfloat16 as a user runs it.
+# SHORT=1: of the tests that repeat every case for every dtype and kind of configuration only bfloat16
+# as a user runs it, and none that only compile. It writes no results: those are of all tests.
 GPU_WORKERS ?= 4
-GPU_LEFT_OUT := lower or compiles or candidates or refused
-GPU_LEFT_OUT := $(GPU_LEFT_OUT)$(if $(EVERYTHING),, or (everywhere and not bfloat16-heuristic))
-GPU_TESTS := tests/kernels tests/callib -k '(triton or cuda or cudnn or test_gpu or pallas_gpu) and not ($(GPU_LEFT_OUT))' --deselect tests/kernels/test_triton_compiles.py --deselect tests/kernels/test_compiles.py
+GPU_LEFT_OUT := lower or compiles or candidates or refused or (everywhere and not bfloat16-heuristic)
+GPU_TESTS := tests/kernels tests/callib -k '(triton or cuda or cudnn or test_gpu or pallas_gpu)$(if $(SHORT), and not ($(GPU_LEFT_OUT)))' --deselect tests/kernels/test_triton_compiles.py --deselect tests/kernels/test_compiles.py
+GPU_RESULTS := $(if $(SHORT),,--device-results benchmarks/results/gpu_matrix.json)
 
 test-gpu:
-	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) --device-results benchmarks/results/gpu_matrix.json
+	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) $(GPU_RESULTS)
 
 # One op: make test-op OP=page_attention, make test-kernels OP=page_attention, make test-gpu OP=page_attention
 ONE_OP := $(if $(OP),--op $(OP))
