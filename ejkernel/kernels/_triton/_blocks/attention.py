@@ -59,10 +59,10 @@ class QueryBlock(NamedTuple):
 
 
 @triton.jit
-def query_block(attention, schedule, BQ: tl.constexpr, REVERSED: tl.constexpr):
-    """The queries of this program. REVERSED: the last ones start first, which see most keys."""
+def query_block(i_p, attention, schedule, BQ: tl.constexpr, REVERSED: tl.constexpr):
+    """The queries of program `i_p`. REVERSED: the last ones start first, which see most keys."""
     num_blocks = tl.cdiv(attention.num_q, BQ)
-    i_q, batch_head = block_ranges.order(tl.program_id(0), num_blocks, schedule.interleaved)
+    i_q, batch_head = block_ranges.order(i_p, num_blocks, schedule.interleaved)
     if REVERSED:
         i_q = num_blocks - 1 - i_q
     i_h = batch_head % attention.HEADS

@@ -108,6 +108,24 @@ def keep_rows(tile, kept):
 
 
 @triton.jit
+def row_dots(x, y):
+    """sum(x * y) of each row, in float32."""
+    sums = tl.sum(x[0].to(tl.float32) * y[0].to(tl.float32), 1)
+    if len(x) == 2:
+        sums += tl.sum(x[1].to(tl.float32) * y[1].to(tl.float32), 1)
+    return sums
+
+
+@triton.jit
+def zero_rows(tile):
+    """Which rows hold zeros alone."""
+    others = tl.max((tile[0] != 0.0).to(tl.int32), 1)
+    if len(tile) == 2:
+        others = tl.maximum(others, tl.max((tile[1] != 0.0).to(tl.int32), 1))
+    return others == 0
+
+
+@triton.jit
 def finite_rows(tile):
     """Which rows hold neither inf nor nan."""
     finite = addresses.finite_rows(tile[0])

@@ -9,7 +9,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Up to a logsumexp of 1024 rounding errors change weights by 1.8e-4 of themselves, half of what
 # float16 rounds away.
-LARGE = 1024.0
+LARGE = tl.constexpr(1024.0)
 
 
 class Sinks(NamedTuple):

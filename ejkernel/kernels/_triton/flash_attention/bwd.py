@@ -26,17 +26,18 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments."""
     (lse,) = residuals
-    rows = {
-        "dout": cotangents[0].astype(args.query.dtype),
-        "lse": lse,
-        "delta": _attention.row_sums(args, outputs, cotangents),
-        "large": _large(lse) if _is_exact(args) is None else None,
-    }
+    dout = cotangents[0].astype(args.query.dtype)
+    rows: dict[str, Any] = {"dout": dout, "lse": lse, "large": None}
     grads = {}
-    if wanted & {"key", "value", "bias"}:
-        grads = _over_keys(prepare(args, cfg), rows, wanted)
     if "query" in wanted:
-        grads["query"] = _over_queries(prepare(args, config.over_queries(cfg)), rows)
+        more = {"out": outputs[0], "dlse": cotangents[1] if args.return_lse else None}
+        found = _over_queries(prepare(args, config.over_queries(cfg)), rows | more)
+        grads["query"] = found.pop("dq")
+        rows |= found
+    else:
+        rows["delta"] = _attention.row_sums(args, outputs, cotangents)
+    if wanted & {"key", "value", "bias"}:
+        grads |= _over_keys(prepare(args, cfg), rows, wanted)
     if "softmax_aux" in wanted:
         grads["softmax_aux"] = _attention.sink_gradient(args, lse, rows["delta"])
     return grads
@@ -48,13 +49,7 @@ def _is_exact(args: Any) -> bool | None:
     if args.query.dtype.itemsize >= 4 or offsets:  # it is not what takes the time
         return True
     cap = args.logits_soft_cap
-    return False if cap is not None and cap <= softmax.LARGE / 2 else None
-
-
-def _large(lse: jax.Array) -> jax.Array:
-    """Whether some row has a logsumexp whose rounding errors matter, int32 [1]."""
-    size = jnp.max(jnp.where(jnp.isneginf(lse), 0.0, jnp.abs(lse)), initial=0.0)
-    return (size > softmax.LARGE).astype(jnp.int32).reshape(1)
+    return False if cap is not None and cap <= softmax.LARGE.value / 2 else None
 
 
 def _over_keys(prepared: call.Call, rows: dict[str, Any], wanted: Any) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def _over_keys(prepared: call.Call, rows: dict[str, Any], wanted: Any) -> dict[s
         BQ=cfg.block_q,
         BK=cfg.block_k,
         CHECKED=prepared.cut_queries,
-        EXACT=bool(_is_exact(args)),
+        EXACT=rows["large"] is None and _is_exact(args) is not False,
     )
     grads = {"key": found["dk"], "value": found["dv"]}
     if dbias is not None:
@@ -88,24 +83,30 @@ def _over_keys(prepared: call.Call, rows: dict[str, Any], wanted: Any) -> dict[s
     return grads
 
 
-def _over_queries(prepared: call.Call, rows: dict[str, Any]) -> jax.Array:
-    """dq, each row summed by one program."""
+def _over_queries(prepared: call.Call, rows: dict[str, Any]) -> dict[str, jax.Array]:
+    """dq, each row summed by one program; and of the rows delta, and whether scores are large."""
     args, cfg = prepared.args, prepared.cfg
     batch, t, num_heads, _ = args.query.shape
-    found = triton_call(
+    exact = _is_exact(args)
+    return triton_call(
         bwd_queries.flash_attention_bwd_dq_kernel,
-        inputs=prepared.inputs(prepared.key_schedule()) | rows,
-        outputs={"dq": _like(args.query)},
+        inputs=prepared.inputs(prepared.key_schedule())
+        | {name: x for name, x in rows.items() if name != "large"},
+        outputs={
+            "dq": _like(args.query),
+            "delta": jax.ShapeDtypeStruct((batch, num_heads, t), jnp.float32),
+            "large": jax.ShapeDtypeStruct((1,), jnp.int32) if exact is None else None,
+        },
         grid=(cdiv(t, cfg.block_q) * num_heads * batch,),
+        zeroed=("large",),
         cost=prepared.cost(products=1.5),
         **cfg.launch(),
         BQ=cfg.block_q,
         BK=cfg.block_k,
         CHECKED=prepared.cut_keys,
         REVERSED=prepared.causal,
-        EXACT=bool(_is_exact(args)),
+        EXACT=bool(exact),
     )
-    return found["dq"]
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -65,15 +65,37 @@ def _over_keys(
     return acc
 
 
+@triton.jit
+def _row_sums(b_do, block, attention, out, lse, dlse, delta, BQ: tl.constexpr):
+    """logsumexp of the rows, and sum(out * dout) - dlse, which the pass over keys reads again."""
+    first_row = (block.at.batch * attention.HEADS + block.at.head) * attention.num_q  # in [b, h, t]
+    b_o = parts.load(  # [BQ, BE]
+        out, attention.out_rows, block.row, attention.num_q, None, BQ, True
+    )
+    b_delta = parts.row_dots(b_o, b_do)
+    if tl.max((b_delta != b_delta).to(tl.int32), 0) > 0:
+        # a row that saw no key has output 0 whatever its cotangent is
+        b_delta = tl.where(parts.zero_rows(b_o), 0.0, b_delta)
+    if dlse is not None:
+        b_delta -= addresses.load_row(dlse + first_row, block.row, attention.num_q, BQ, 0.0)
+    tl.store(delta + first_row + block.o_q, b_delta, mask=block.o_q < attention.num_q)
+    b_lse = addresses.load_row(lse + first_row, block.row, attention.num_q, BQ, 0.0)
+    return RowSums(b_lse, b_delta)
+
+
 @triton.jit(do_not_specialize=common.UNSPECIALISED)
 def flash_attention_bwd_dq_kernel(
-    query, key, value, attention, schedule, dout, lse, delta, large, dq,
+    query, key, value, attention, schedule, out, dout, lse, dlse, dq, delta, large,
     BQ: tl.constexpr, BK: tl.constexpr, CHECKED: tl.constexpr, REVERSED: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """EXACT, or if the array `large` says so, weights are exact: see `softmax.exponents`."""
-    block = common.query_block(attention, schedule, BQ, REVERSED)
+    """EXACT, or if rows have large scores, weights are exact: see `softmax.exponents`.
+
+    The pass over keys comes after this one, and reads `delta`, and `large` if there is one.
+    """
+    block = common.query_block(tl.program_id(0), attention, schedule, BQ, REVERSED)
     query += block.query_row * attention.query_rows.WIDTH
+    out += block.query_row * attention.out_rows.WIDTH
     dout += block.query_row * attention.out_rows.WIDTH
     key += block.key_row * attention.key_rows.WIDTH
     value += block.key_row * attention.value_rows.WIDTH
@@ -83,11 +105,7 @@ def flash_attention_bwd_dq_kernel(
     b_do = parts.load(  # [BQ, BE]
         dout, attention.out_rows, block.row, attention.num_q, None, BQ, True
     )
-    first_row = (block.at.batch * attention.HEADS + block.at.head) * attention.num_q  # in [b, h, t]
-    rows = RowSums(
-        addresses.load_row(lse + first_row, block.row, attention.num_q, BQ, 0.0),
-        addresses.load_row(delta + first_row, block.row, attention.num_q, BQ, 0.0),
-    )
+    rows = _row_sums(b_do, block, attention, out, lse, dlse, delta, BQ)
     first, full, ragged, last = common.key_bounds(block, attention, schedule, BQ, BK)
     listed = None
     if schedule.lists is not None:
@@ -101,9 +119,13 @@ def flash_attention_bwd_dq_kernel(
             return
     split = last
     if large is not None:
+        size = tl.abs(softmax.finite(rows.lse))
+        is_large = tl.max((size > softmax.LARGE).to(tl.int32), 0) > 0
+        if is_large:
+            tl.atomic_max(large, 1, sem="relaxed")
         # One of the two loops is empty. A branch in a single loop would be predicated, and its
         # instructions would take their time in every call.
-        split = tl.where(tl.load(large) != 0, first, last)
+        split = tl.where(is_large, first, last)
     acc = _over_keys(
         acc, b_q, b_do, rows, key, value, block,
         block_ranges.Bounds(first, full, ragged, split, schedule.lists, listed), attention, BK,

@@ -10,14 +10,14 @@ blocks of queries whose weights leave the range of float32, or whose result is n
 careful kernel is launched after it, and computes these blocks again.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.callib import cdiv, triton_call
+from ejkernel.callib import cdiv, next_power_of_2, triton_call
 from ejkernel.kernels._triton._blocks import attention as common
 from ejkernel.kernels._triton._blocks import (
     block_lists,
@@ -31,6 +31,9 @@ from ejkernel.kernels._triton.flash_attention import call, config
 
 # what the weights of a row may sum up to, if their reference is not the row's maximum
 _LEAST, _MOST = tl.constexpr(2.0**-60), tl.constexpr(2.0**100)
+# Programs that read flags, about four to a multiprocessor. One for each of 4096 flags took 7 to
+# 11 us on an H200, 4 % of a forward in rows of 1024.
+_FLAG_PROGRAMS = 512
 
 
 @triton.jit
@@ -81,21 +84,17 @@ def _store(acc, m, l, factor, sinks, block, attention, out, lse, BQ: tl.constexp
     tl.store(p_lse, softmax.logsumexp(m, l), mask=block.o_q < attention.num_q)
 
 
-@triton.jit(do_not_specialize=(*common.UNSPECIALISED, "sinks.count"))
-def flash_attention_fwd_careful_kernel(
-    query, key, value, attention, sinks, schedule, flags, old_out, old_lse, out, lse,
+@triton.jit
+def _careful_block(
+    i_p, query, key, value, attention, sinks, schedule, out, lse,
     BQ: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, CHECKED: tl.constexpr,
     REVERSED: tl.constexpr,
 ):  # fmt: skip
-    """Computes all blocks of queries, or those that are flagged.
+    """Computes block `i_p` of queries with a running maximum.
 
-    The schedule is for blocks of SPLIT times BK keys. `old_out` and `old_lse` share their memory
-    with the outputs, so that what is not flagged stays.
+    The schedule is for blocks of SPLIT times BK keys.
     """
-    if flags is not None:
-        if tl.load(flags + tl.program_id(0)) == 0:
-            return
-    block = common.query_block(attention, schedule, BQ, REVERSED)
+    block = common.query_block(i_p, attention, schedule, BQ, REVERSED)
     query += block.query_row * attention.query_rows.WIDTH
     key += block.key_row * attention.key_rows.WIDTH
     value += block.key_row * attention.value_rows.WIDTH
@@ -115,23 +114,60 @@ def flash_attention_fwd_careful_kernel(
         # If the loop could be left out, the sums of products in flight at its end would meet zeros
         # there, and ptxas (12.8) would let each product wait for the one before (C7515).
         _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
-        return
-    ahead = block_lists.entry(visits, first * SPLIT, last * SPLIT, BK)
-    for i in range(first * SPLIT, last * SPLIT):
-        masked = (i < full * SPLIT) | (i >= ragged * SPLIT)
-        j = block_lists.tile(visits, ahead, i, BK)
-        ahead = block_lists.entry(visits, i + 1, last * SPLIT, BK)
-        row = j * BK
-        b_k = parts.load(  # [BK, BD]
-            key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
-        )
-        dots = parts.dot_transposed(b_q, b_k, attention.PRECISION)  # [BQ, BK]
-        x, _ = common.scores(dots, j, masked, block, attention, BK)
-        m, l, p, alpha = softmax.update(m, l, x, attention.scores.FACTOR)
-        acc = parts.scale(acc, alpha[:, None])
-        acc = _add_values(acc, p, j, value, block, attention, BK, CHECKED, True)
-    m *= attention.scores.FACTOR
-    _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
+    else:
+        ahead = block_lists.entry(visits, first * SPLIT, last * SPLIT, BK)
+        for i in range(first * SPLIT, last * SPLIT):
+            masked = (i < full * SPLIT) | (i >= ragged * SPLIT)
+            j = block_lists.tile(visits, ahead, i, BK)
+            ahead = block_lists.entry(visits, i + 1, last * SPLIT, BK)
+            row = j * BK
+            b_k = parts.load(  # [BK, BD]
+                key, attention.key_rows, row, attention.num_k, None, BK, CHECKED
+            )
+            dots = parts.dot_transposed(b_q, b_k, attention.PRECISION)  # [BQ, BK]
+            x, _ = common.scores(dots, j, masked, block, attention, BK)
+            m, l, p, alpha = softmax.update(m, l, x, attention.scores.FACTOR)
+            acc = parts.scale(acc, alpha[:, None])
+            acc = _add_values(acc, p, j, value, block, attention, BK, CHECKED, True)
+        m *= attention.scores.FACTOR
+        _store(acc, m, l, one, sinks, block, attention, out, lse, BQ)
+
+
+class Flags(NamedTuple):
+    """Which blocks of queries have to be computed again."""
+
+    base: Any
+    count: Any
+    AT_ONCE: tl.constexpr  # that a program reads
+
+
+@triton.jit(do_not_specialize=(*common.UNSPECIALISED, "sinks.count", "flags.count"))
+def flash_attention_fwd_careful_kernel(
+    query, key, value, attention, sinks, schedule, flags, old_out, old_lse, out, lse,
+    BQ: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, CHECKED: tl.constexpr,
+    REVERSED: tl.constexpr,
+):  # fmt: skip
+    """Computes all blocks of queries, one in a program, or those that are flagged.
+
+    Mostly none is: so a program reads many flags at once. `old_out` and `old_lse` share their
+    memory with the outputs, so that what is not flagged stays.
+    """
+    if flags is None:
+        _careful_block(
+            tl.program_id(0), query, key, value, attention, sinks, schedule, out, lse, BQ, BK,
+            SPLIT, CHECKED, REVERSED,
+        )  # fmt: skip
+    else:
+        # Neighbours visit about as many keys, and often all are flagged: programs share them.
+        first, step = tl.program_id(0), tl.num_programs(0)
+        o_p = first + step * tl.arange(0, flags.AT_ONCE)
+        if tl.max(tl.load(flags.base + o_p, mask=o_p < flags.count, other=0), 0) > 0:
+            for i_p in range(first, flags.count, step):
+                if tl.load(flags.base + i_p) > 0:
+                    _careful_block(
+                        i_p, query, key, value, attention, sinks, schedule, out, lse, BQ, BK,
+                        SPLIT, CHECKED, REVERSED,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=(*common.UNSPECIALISED, "sinks.count"))
@@ -140,7 +176,7 @@ def flash_attention_fwd_kernel(
     BQ: tl.constexpr, BK: tl.constexpr, CHECKED: tl.constexpr, REVERSED: tl.constexpr,
 ):  # fmt: skip
     """Computes all blocks of queries with a fixed reference, and flags those that it cannot."""
-    block = common.query_block(attention, schedule, BQ, REVERSED)
+    block = common.query_block(tl.program_id(0), attention, schedule, BQ, REVERSED)
     query += block.query_row * attention.query_rows.WIDTH
     key += block.key_row * attention.key_rows.WIDTH
     value += block.key_row * attention.value_rows.WIDTH
@@ -210,23 +246,27 @@ def forward(
         "lse": jax.ShapeDtypeStruct((batch, num_heads, t), jnp.float32),
     }
     shared = {
-        "grid": (programs,),
         "BQ": cfg.block_q,
         "CHECKED": prepared.cut_keys,
         "REVERSED": prepared.causal,
     }
-    old, split, careful = dict.fromkeys(("flags", "old_out", "old_lse")), 1, cfg
+    old: dict[str, Any] = dict.fromkeys(("flags", "old_out", "old_lse"))
+    split, careful, careful_programs = 1, cfg, programs
     if _has_fixed_reference(args):
         found = triton_call(
             flash_attention_fwd_kernel,
             inputs=inputs,
             outputs=outputs | {"flags": jax.ShapeDtypeStruct((programs,), jnp.int32)},
+            grid=(programs,),
             cost=prepared.cost(products=1),
             **cfg.launch(),
             **shared,
             BK=cfg.block_k,
         )
-        old = {"flags": found["flags"], "old_out": found["out"], "old_lse": found["lse"]}
+        at_once = next_power_of_2(cdiv(programs, _FLAG_PROGRAMS))
+        careful_programs = cdiv(programs, at_once)
+        flags = Flags(found["flags"], programs, at_once)
+        old = {"flags": flags, "old_out": found["out"], "old_lse": found["lse"]}
         careful = config.careful(cfg)
         split = cfg.block_k // careful.block_k
     found = triton_call(
@@ -234,6 +274,7 @@ def forward(
         inputs=inputs | old,
         outputs=outputs,
         aliases={"out": "old_out", "lse": "old_lse"} if old["flags"] is not None else None,
+        grid=(careful_programs,),
         cost=prepared.cost(products=1) if old["flags"] is None else None,
         **careful.launch(),
         **shared,
