@@ -41,10 +41,12 @@ test-all: $(VENV)/.test
 # On a machine with a GPU, with the Python that has its JAX: make test-gpu PYTHON=python3
 # SHORT=1: of the tests that repeat every case for every dtype and kind of configuration only bfloat16
 # as a user runs it, and none that only compile. It writes no results: those are of all tests.
+# RESUME=1 leaves out kernels that passed before, by the results, and have not changed since.
 GPU_WORKERS ?= 4
 GPU_LEFT_OUT := lower or compiles or candidates or refused or (everywhere and not bfloat16-heuristic)
 GPU_TESTS := tests/kernels tests/callib -k '(triton or cuda or cudnn or test_gpu or pallas_gpu)$(if $(SHORT), and not ($(GPU_LEFT_OUT)))' --deselect tests/kernels/test_triton_compiles.py --deselect tests/kernels/test_compiles.py
-GPU_RESULTS := $(if $(SHORT),,--device-results benchmarks/results/gpu_matrix.json)
+GPU_MATRIX := benchmarks/results/gpu_matrix.json
+GPU_RESULTS := $(if $(SHORT),,--device-results $(GPU_MATRIX)) $(if $(RESUME),--untested-in $(GPU_MATRIX))
 
 test-gpu:
 	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) $(GPU_RESULTS)

@@ -30,10 +30,12 @@ import pytest  # noqa: E402
 from tests import budget, device_results, selection  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+_TESTED = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--device-results", help="a file for outcomes by kernel; see device_results")
+    parser.addoption("--untested-in", help="leave out kernels that passed by this file of outcomes")
     parser.addoption("--op", help="only tests about this operation")
     parser.addoption("--random-calls", type=int, default=2, help="random calls of each operation")
     parser.addoption("--random-seed", type=int, default=0, help="the seed of the first of them")
@@ -52,6 +54,20 @@ def pytest_configure(config):
     path = config.getoption("--device-results")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(device_results.Recorder(path))
+    config.stash[_TESTED] = _tested(config)
+
+
+def _tested(config):
+    """Kernels to leave out. Processes are told: a late one would read what this run wrote."""
+    if hasattr(config, "workerinput"):
+        return config.workerinput["tested"]
+    path = config.getoption("--untested-in")
+    return [] if path is None else sorted(device_results.tested(pathlib.Path(path)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["tested"] = node.config.stash[_TESTED]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,6 +95,10 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if op not in selection.ops_of(item.nodeid)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if op in selection.ops_of(item.nodeid)]
+    if tested := config.stash[_TESTED]:
+        others = [item for item in items if device_results.entry_of(item.nodeid) in tested]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if device_results.entry_of(item.nodeid) not in tested]
     for item in items:
         for backend, name in (("gpu", "an NVIDIA GPU"), ("tpu", "a TPU")):
             if item.get_closest_marker(backend) and BACKEND != backend:

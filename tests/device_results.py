@@ -103,6 +103,19 @@ def _others(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
     return entries if earlier == content else {}
 
 
+def tested(path: pathlib.Path) -> frozenset[str]:
+    """Kernels all of whose tests passed with the code and the versions that are here."""
+    entries = json.loads(path.read_text())["entries"] if path.exists() else {}
+    return frozenset(name for name, kept in entries.items() if _is_current(name, kept))
+
+
+def _is_current(name: str, kept: dict[str, Any]) -> bool:
+    """What never ran on the device counts as not tested, and so does a failure."""
+    now, runs = _facts(name), kept["checks"].get("run", {})
+    same = all(kept[fact] == now[fact] for fact in ("versions", "version", "source"))
+    return same and set(runs) <= {"passed", "refused", "skipped"} and runs.get("passed", 0) > 0
+
+
 def entry_of(nodeid: str) -> str | None:
     """The "op entry" that a test is about; attention's own files name no op."""
     for pattern, name in _OWN_FILES.items():

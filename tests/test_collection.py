@@ -1,5 +1,6 @@
-"""A test module that makes a JAX array when it is imported cannot be collected."""
+"""What is collected: no module that makes a JAX array, and no kernel that was tested before."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -9,9 +10,18 @@ INSIDE = "import jax.numpy as jnp\ndef test_sum():\n    assert jnp.ones(3).sum()
 OUTSIDE = "import jax.numpy as jnp\nX = jnp.ones(3)\ndef test_sum():\n    assert X.sum() == 3\n"
 
 
-def collect_and_run(path):
+TWO = """
+import pytest
+
+@pytest.mark.parametrize("call", ["gla-xla/any-plain", "attention-xla/any-plain"])
+def test_it(call):
+    assert call
+"""
+
+
+def collect_and_run(path, *options):
     pytest_with_hook = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "/dev/null"]
-    command = [*pytest_with_hook, "-p", "no:cacheprovider", "--rootdir", path.parent, path]
+    command = [*pytest_with_hook, "-p", "no:cacheprovider", "--rootdir", path.parent, *options, path]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -24,3 +34,13 @@ def test_arrays_are_made_inside_tests_only(tmp_path):
     done = collect_and_run(outside)
     assert "test_outside.py:2: in <module>" in done.stdout
     assert "none_while_tests_are_collected" in done.stdout
+
+
+def test_kernels_that_passed_by_a_file_of_results_are_left_out(tmp_path):
+    path, results = tmp_path / "test_two.py", tmp_path / "results.json"
+    path.write_text(TWO)
+    done = collect_and_run(path, "--device-results", results, "-k", "gla")
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    done = collect_and_run(path, "--device-results", results, "--untested-in", results, "-n", "2")
+    assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert set(json.loads(results.read_text())["entries"]) == {"gla xla/any", "attention xla/any"}

@@ -120,6 +120,19 @@ def test_a_second_run_keeps_the_other_entries(tmp_path):
     assert set(content["entries"]) == {"gla xla/any"}
 
 
+def test_kernels_that_passed_need_no_second_run(tmp_path):
+    path = tmp_path / "results.json"
+    assert device_results.tested(path) == set()
+    run_with(path, "t.py::t[gla-xla/any-plain]")
+    content = run_with(path, "t.py::t[attention-xla/any-plain]")
+    assert device_results.tested(path) == {"gla xla/any", "attention xla/any"}
+    entries = content["entries"]
+    entries["gla xla/any"]["checks"]["run"]["failed"] = 1
+    entries["attention xla/any"]["source"] = "of other code"
+    path.write_text(json.dumps(content))
+    assert device_results.tested(path) == set()
+
+
 def test_what_the_support_table_says(tmp_path, monkeypatch):
     monkeypatch.setattr(_support, "_RESULTS", tmp_path)
     entry = next(e for e in kernel_registry.list("flash_attention") if e.name == "triton/gpu")
