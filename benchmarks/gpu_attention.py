@@ -99,6 +99,25 @@ def options():
     ]
 
 
+def large_scores(std=32.0):
+    """Many rows whose weights leave the range of a fixed reference, and are computed again."""
+    plain = shape(_MODELS[0], 4096, True)
+
+    def values(dtype, key):
+        made = plain.values(dtype, key)
+        return made | {"query": (made["query"] * std).astype(dtype)}
+
+    return Workload(
+        "flash_attention",
+        f"{plain.name}, scores of std {std:g}",
+        values,
+        dtype="bfloat16",
+        modes=("fwd",),
+        known_peers=False,
+        bars=(Bar(1 / 2.5, of=_HOPPER, workload=plain.name),),
+    )
+
+
 def separate(dtype, key):
     """Heads of 192 with values of 128, as latent attention projects them."""
     keys = jax.random.split(key, 3)
@@ -130,4 +149,4 @@ def shapes():
     return [shape(*one) for one in every if one[0] != _MODELS[2] or one[2]]
 
 
-WORKLOADS = [*shapes(), *options(), *latent()]
+WORKLOADS = [*shapes(), *options(), large_scores(), *latent()]
