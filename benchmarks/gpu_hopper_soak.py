@@ -1,5 +1,6 @@
 """Repeats the kernels for Hopper, and gives a memory checker small calls of them.
 
+export EJKERNEL_AUTOTUNE_POLICY=heuristics
 python benchmarks/gpu_hopper_soak.py
 compute-sanitizer --tool memcheck python benchmarks/gpu_hopper_soak.py --runs 2 --small
 compute-sanitizer --tool racecheck python benchmarks/gpu_hopper_soak.py --runs 2 --small

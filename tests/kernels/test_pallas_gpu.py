@@ -300,6 +300,7 @@ def test_configs_check_themselves():
         {"block_q": 192},  # 240 registers are too many for three warpgroups
         {"block_q": 128, "registers": 100},
         {"block_q": 128, "registers": 160},  # fewer than it starts with
+        {"block_q": 128, "load_registers": 32},  # more than its warpgroups have together
         {"block_q": 128, "section": 0},
     )
     for wrong in wrongs:

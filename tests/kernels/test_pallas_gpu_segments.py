@@ -127,9 +127,9 @@ def spoiled(made):
     )
 
 
-def check(case):
+def check(case, kind="testing"):
     made = harness.solve(SPEC, make(values_of(case)))
-    cfg = harness.configs(ENTRY, made.args, "testing")
+    cfg = harness.configs(ENTRY, made.args, kind)
     with jax.numpy_rank_promotion("raise"):
         actual = harness.run_entry(ENTRY, spoiled(made), cfg, compiler_options=harness.QUICK)
     if not actual.gradients:
@@ -142,6 +142,14 @@ def check(case):
 def test_numbers(name):
     """Forward and gradients, with nan in padding."""
     check(CASES[name])
+
+
+@pytest.mark.gpu
+@interpreted
+@pytest.mark.parametrize("name", [*CASES, "rows_and_segments", "values"])
+def test_numbers_as_users_get_them(name):
+    """Warpgroups take and give registers by the configuration: an interpreter has none."""
+    check((CASES | SLOW)[name], "heuristic")
 
 
 @interpreted
@@ -247,3 +255,20 @@ def test_backward_lowers(name):
 def test_positions_are_refused():
     values = arrays(64, 64) | {"q_positions": jnp.arange(64)[None]}
     assert "does not honour" in str(ENTRY.why_not(make(values), H200))
+
+
+@pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_no_program_asks_for_registers_that_it_does_not_have(direction, d):
+    """A program has 64,512 registers with three warpgroups; for more it would wait for ever."""
+    values = arrays(256, 256, d=d, e=min(d, 128)) | segments(ids(256, 100, 100))
+    made = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in values.items()}
+    found = config.candidates(make(made), direction, H200)
+    warpgroups = lambda cfg: 2 if direction == "backward" else cfg.warpgroups
+    assert found
+    for cfg in found:
+        assert cfg.load_registers >= (24 if direction == "backward" else 32)
+        assert cfg.lacks_registers(warpgroups(cfg)) is None
+    short = dataclasses.replace(found[-1], block_q=64, registers=240, load_registers=32)
+    if direction == "backward" and d == 128:
+        assert "a program has 64512" in config.misfit(make(made), direction, short, H200)

@@ -16,6 +16,7 @@ _MOST_BARRIERS = 11  # named ones that Mosaic leaves: two a stage and two a warp
 _MOST_REGISTERS = 1 << 16  # of a multiprocessor
 _MIB = 1 << 20
 DQ_STAGES = 2  # of the kernel of dq alone
+_BACKWARD_WARPGROUPS = 2  # that compute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,25 +48,37 @@ class Config:
             value = getattr(self, name)
             if not 24 <= value <= 256 or value % 8:
                 raise ValueError(f"`Config`: {name}={value!r} must be a multiple of 8, 24 to 256.")
-        # a program starts with equal shares, of which a thread only gives or takes
-        share = _MOST_REGISTERS // (_WARPGROUP * (self.warpgroups + 1)) // 8 * 8
-        if self.warpgroups > 1 and not self.load_registers <= share <= self.registers:
-            raise ValueError(
-                f"`Config`: load_registers={self.load_registers} must be at most {share}, and "
-                f"registers={self.registers} at least."
-            )
-        total = _WARPGROUP * (self.warpgroups * self.registers + self.load_registers)
-        if total > _MOST_REGISTERS:
-            raise ValueError(
-                f"`Config`: {self.warpgroups} warpgroups of {self.registers} registers a thread "
-                f"and one of {self.load_registers} need {total}; there are {_MOST_REGISTERS}."
-            )
+        if reason := self.lacks_registers(self.warpgroups):
+            raise ValueError(f"`Config`: {reason}.")
         config_checks.positive(self, "section", "num_programs")
 
     @property
     def warpgroups(self) -> int:
         """Those that compute."""
         return self.block_q // _ROWS
+
+    def lacks_registers(self, warpgroups: int) -> str | None:
+        """Why so many warpgroups that compute, and one that loads, cannot have their registers.
+
+        A program starts with equal shares, of which a thread only gives or takes. What is left over
+        of the multiprocessor is nobody's: a warpgroup that asked for it would wait for ever.
+        """
+        if warpgroups < 2:  # it keeps its share
+            return None
+        threads = _WARPGROUP * (warpgroups + 1)
+        share = _MOST_REGISTERS // threads // 8 * 8
+        if not self.load_registers <= share <= self.registers:
+            return (
+                f"load_registers={self.load_registers} must be at most {share}, and "
+                f"registers={self.registers} at least"
+            )
+        total = _WARPGROUP * (warpgroups * self.registers + self.load_registers)
+        if total > share * threads:
+            return (
+                f"{warpgroups} warpgroups of {self.registers} registers a thread and one of "
+                f"{self.load_registers} need {total}; a program has {share * threads}"
+            )
+        return None
 
 
 def sums_in_order(args: Any) -> bool:
@@ -147,8 +160,7 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     programs = _device.multiprocessors(target.capability or probe.CAPABILITY) or 132
     d = args.query.shape[-1]
     if direction == BACKWARD:
-        made = [_backward(args, num_programs=programs, **g) for g in _BACKWARD_GUESSES]
-        return tuple(_with_room(args, made))
+        return tuple(_backward(args, num_programs=programs, **g) for g in _BACKWARD_GUESSES)
     made = _with_room(args, [Config(num_programs=programs, **g) for g in _GUESSES[d]])
     rows = -(-max(args.query.shape[1], 1) // _ROWS) * _ROWS
     if rows == _ROWS:
@@ -157,10 +169,17 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
 
 
 def _with_room(args: Any, made: Sequence[Config]) -> list[Config]:
-    """With the registers that a warpgroup needs to clear padding while it loads."""
+    """With the registers that a warpgroup needs to clear padding while it loads.
+
+    Backward has none to give: with fewer than 240, ptxas makes products run one after the other
+    (its note C7512), so the warpgroup that loads spills where there is padding.
+    """
     if args.q_segment_ids is None and args.cum_seqlens_q is None:
         return list(made)
-    return [dataclasses.replace(c, load_registers=max(c.load_registers, 32)) for c in made]
+    return [
+        c if c.load_registers >= 32 else dataclasses.replace(c, registers=232, load_registers=40)
+        for c in made
+    ]
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:
@@ -174,6 +193,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
         block_q = _backward_block_q(args)
         if (cfg.block_q, cfg.block_k) != (block_q, 128):
             return f"needs {block_q} queries and 128 keys in a tile"
+        if reason := cfg.lacks_registers(_BACKWARD_WARPGROUPS):
+            return reason
     elif not cfg.warpgroups:
         return "needs 64 queries or more in a tile"
     limit = _device.shared_memory(probe.CAPABILITY)
