@@ -20,21 +20,23 @@ _TOKENS, _HEADS, _DIM, _SIZE = 32768, 16, 128, 128
 _BOTH = ("fwd+bwd",)
 
 
-def dense(values, causal):
+def dense(values, causal, platform="triton"):
     arrays = (values[name] for name in ("query", "key", "value"))
-    return flash_attention(*arrays, causal=causal, platform="triton")
+    return flash_attention(*arrays, causal=causal, platform=platform)
 
 
-FULL, CAUSAL = (
-    Peer(
-        f"our flash_attention, {'causal' if causal else 'full'}",
-        (op,),
-        functools.partial(dense, causal=causal),
-        agrees=False,
-        same_work=False,
-        backend="gpu",
+def dense_peer(op, name, **how):
+    run = functools.partial(dense, **how)
+    return Peer(name, (op,), run, agrees=False, same_work=False, backend="gpu")
+
+
+FULL = dense_peer("blocksparse_attention", "our flash_attention, full", causal=False)
+CAUSAL, FASTEST = (
+    dense_peer("native_sparse_attention", name, causal=True, platform=platform)
+    for name, platform in (
+        ("our flash_attention, causal", "triton"),
+        ("our fastest flash_attention, causal", "auto"),
     )
-    for op, causal in (("blocksparse_attention", False), ("native_sparse_attention", True))
 )
 
 
@@ -86,5 +88,5 @@ WORKLOADS = [
     blocks(1.0, (Bar(1 / 1.2, FULL.name, of=_TRITON),)),
     native(8192, (_FLA, Bar(6.0, "FLA", of=_TRITON, modes=_BOTH)), ("fwd", "fwd+bwd")),
     native(32768, (_FLA,), ("fwd",)),
-    native(65536, (Bar(2.5, CAUSAL.name, of=_TRITON),), ("fwd",), peers=(CAUSAL,)),
+    native(65536, (Bar(2.5, CAUSAL.name, of=_TRITON),), ("fwd",), peers=(CAUSAL, FASTEST)),
 ]

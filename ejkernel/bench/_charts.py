@@ -24,9 +24,8 @@ _MODES = ("fwd", "fwd+bwd")
 _LEFT_OUT = ("public as set", "public unset")
 # the rows of a file that README shows
 _SUMMARY = {
-    "gpu_attention.json": (
+    "gpu_attention_hopper.json": (
         "B4 S4096 H16 d128 causal",
-        "B4 S4096 H32/8 d128 causal",
         "B1 S16384 H16 d128 causal",
     )
 }
