@@ -48,8 +48,9 @@ GPU_TESTS := tests/kernels tests/callib -k '(triton or cuda or cudnn or test_gpu
 GPU_MATRIX := benchmarks/results/gpu_matrix.json
 GPU_RESULTS := $(if $(SHORT),,--device-results $(GPU_MATRIX)) $(if $(RESUME),--untested-in $(GPU_MATRIX))
 
+# Oracles and Triton kernels that `python -m tests.kernels.ahead` made, on any machine, are read from .cache.
 test-gpu:
-	EJKERNEL_TEST_GPU=1 PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) $(GPU_RESULTS)
+	EJKERNEL_TEST_GPU=1 EJKERNEL_CACHE_DIR=$${EJKERNEL_CACHE_DIR:-$(CURDIR)/.cache} PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) $(GPU_TESTS) $(ONE_OP) $(GPU_RESULTS)
 
 # One op: make test-op OP=page_attention, make test-kernels OP=page_attention, make test-gpu OP=page_attention
 ONE_OP := $(if $(OP),--op $(OP))

@@ -21,7 +21,8 @@ def test_it(call):
 
 def collect_and_run(path, *options):
     pytest_with_hook = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", "/dev/null"]
-    command = [*pytest_with_hook, "-p", "no:cacheprovider", "--rootdir", path.parent, *options, path]
+    command = [*pytest_with_hook, "-p", "no:cacheprovider", "--rootdir", path.parent]
+    command += [*options, path]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -1,8 +1,9 @@
 """Oracles, cached for all entries, and runs of entries to compare with them."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from ejkernel.kernels import _oracle, kernel_registry
 from ejkernel.kernels._oracle import Answer, Problem
 from ejkernel.kernels._spec import Case, OpSpec
-from ejkernel.ops.core.kernel import BACKWARD
+from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 from tests.backend import BACKEND
 from tests.kernels import oracles
 
@@ -26,15 +27,26 @@ def find_case(op: str, name: str) -> Case:
 
 
 @functools.cache
-def problem(op: str, name: str, dtype: str, seed: int = 11) -> Problem:
+def problem(op: str, name: str, dtype: str, seed: int = 11, here: bool = False) -> Problem:
+    """A case with its answers, which a CPU makes for GPUs too: its compiler is quicker.
+
+    `here`: the device of this run makes them.
+    """
     spec, case = kernel_registry.spec(op), find_case(op, name)
+    backend = BACKEND if here else "cpu"
 
     def make() -> Problem:
-        with jax.numpy_rank_promotion("raise"):
+        with jax.numpy_rank_promotion("raise"), _on(backend):
             args = spec.make(case, jnp.dtype(dtype), jax.random.key(seed))
             return solve(spec, args, case.grads)
 
-    return oracles.remember((op, name, dtype, seed), make)
+    return oracles.remember((op, name, dtype, seed, backend), make)
+
+
+def _on(backend: str) -> contextlib.AbstractContextManager[Any]:
+    if backend == BACKEND:
+        return contextlib.nullcontext()
+    return jax.default_device(jax.local_devices(backend=backend)[0])
 
 
 def solve(spec: OpSpec, args: Any, grads: tuple[str, ...] | None = None) -> Problem:
@@ -48,8 +60,18 @@ def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer
 
     A user may forbid JAX to add axes in front of a shape; no kernel may need that.
     """
-    spec = kernel_registry.spec(entry.op)
-    differentiable = entry.why_not(made.args, direction=BACKWARD) is None
+    with jax.numpy_rank_promotion("raise"):
+        program = jax.jit(program_of(entry, made, cfg), **jit_options)
+        outputs, gradients = program(made.args, made.cotangents)
+    for name, gradient in gradients.items():
+        array = made.args.arrays()[name]
+        assert (gradient.shape, gradient.dtype) == (array.shape, array.dtype), name
+    return _oracle.answer(kernel_registry.spec(entry.op), made.args, outputs, gradients)
+
+
+def program_of(entry: Any, made: Problem, cfg: Any, target: Any = None) -> Callable[..., Any]:
+    """The function of arguments and cotangents that gives outputs and gradients by name."""
+    differentiable = entry.why_not(made.args, target, BACKWARD) is None
 
     def both(args: Any, cotangents: tuple[jax.Array, ...]) -> Any:
         if entry.derivative == "jax":
@@ -69,12 +91,7 @@ def run_entry(entry: Any, made: Problem, cfg: Any, **jit_options: Any) -> Answer
         )
         return outputs, {name: gradients[name] for name in made.wanted}
 
-    with jax.numpy_rank_promotion("raise"):
-        outputs, gradients = jax.jit(both, **jit_options)(made.args, made.cotangents)
-    for name, gradient in gradients.items():
-        array = made.args.arrays()[name]
-        assert (gradient.shape, gradient.dtype) == (array.shape, array.dtype), name
-    return _oracle.answer(spec, made.args, outputs, gradients)
+    return both
 
 
 def assert_close_to_oracle(actual: Answer, made: Problem) -> None:
@@ -160,10 +177,10 @@ def find_entry(op: str, name: str) -> Any:
     return next(entry for entry in kernel_registry.list(op) if entry.name == name)
 
 
-def configs(entry: Any, args: Any, kind: str) -> tuple[Any, Any]:
+def configs(entry: Any, args: Any, kind: str, target: Any = None) -> tuple[Any, Any]:
     """Forward and backward configs: the heuristic's, or small blocks that cut test shapes."""
     if entry.config is None:
         return None, None
     if kind == "heuristic":
-        return entry.heuristic(args, "forward"), entry.heuristic(args, "backward")
-    return entry.config.testing(args, "forward"), entry.config.testing(args, "backward")
+        return tuple(entry.heuristic(args, d, target) for d in (FORWARD, BACKWARD))
+    return entry.config.testing(args, FORWARD), entry.config.testing(args, BACKWARD)

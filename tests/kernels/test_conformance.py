@@ -11,6 +11,7 @@ import pytest
 
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _op_kernel, _oracle, kernel_registry
+from tests.backend import BACKEND
 from tests.kernels import harness
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,6 +35,10 @@ def check(op, entry_name, case, dtype, kind, record_property):
     cfg = harness.configs(entry, made.args, kind)
     run = lambda made: harness.run_entry(entry, made, cfg, compiler_options=harness.QUICK)
     actual = run(made)
+    if BACKEND != "cpu" and _oracle.mismatch(actual, made) is not None:
+        # The bound is that of naive code, which adds in another order on this device.
+        made = harness.problem(op, case, dtype, here=True)
+        actual = run(made)
     if _oracle.mismatch(actual, made) is not None:
         more = [harness.problem(op, case, dtype, seed) for seed in range(5)]
         actual, made = harness.pooled([(actual, made), *((run(x), x) for x in more)])

@@ -14,7 +14,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_problem_is_made_once_and_comes_back_equal(folder):
     made = harness.problem.__wrapped__("mean_pooling", "plain", "bfloat16")
-    again = oracles.remember(("mean_pooling", "plain", "bfloat16", 11), lambda: 1 / 0)
+    again = oracles.remember(("mean_pooling", "plain", "bfloat16", 11, "cpu"), lambda: 1 / 0)
     assert len(list(folder.iterdir())) == 1
     assert made.args.inputs.dtype == again.args.inputs.dtype == "bfloat16"
     assert type(made.args) is type(again.args)
@@ -38,3 +38,14 @@ def test_what_the_oracle_is_made_of_is_in_the_key(folder, monkeypatch):
     monkeypatch.setattr(oracles, "_fingerprint", lambda: "another source")
     harness.problem.__wrapped__("mean_pooling", "plain", "float32")
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_gpu_takes_what_a_cpu_made_unless_its_own_is_asked_for(folder, monkeypatch):
+    made = harness.problem.__wrapped__("mean_pooling", "plain", "float32")
+    monkeypatch.setattr(harness, "BACKEND", "gpu")
+    again = harness.problem.__wrapped__("mean_pooling", "plain", "float32")
+    np.testing.assert_array_equal(made.args.inputs, again.args.inputs)
+    assert len(list(folder.iterdir())) == 1
+    harness.problem.__wrapped__("mean_pooling", "plain", "float32", here=True)
+    harness.problem.__wrapped__("mean_pooling", "plain", "float32", seed=3)  # on the CPU
+    assert len(list(folder.iterdir())) == 3
