@@ -350,6 +350,24 @@ def test_what_may_differ_in_a_near_call(make, change, near):
     assert table._is_near(other, one, axes) is near
 
 
+def test_batch_and_lengths_may_all_be_four_times_as_large(monkeypatch):
+    """How far each size is apart counts, not their sum over the arrays of a call."""
+
+    def call(batch, length):
+        arrays = dict.fromkeys(("query", "key", "value"), jnp.zeros((batch, length, 4, 16)))
+        return Executor().invocation(modules.FlashAttention(), **arrays)
+
+    inv = call(4, 256)
+    guess = ConfigSelectorChain(autotune=False).choose(inv)
+    config = dataclasses.asdict(guess.cfg)
+    said = (guess.implementation.name, guess.implementation.version, config)
+    row = table.Row(json.loads(json.dumps(call(1, 1024).document)), *said)
+    monkeypatch.setattr(table, "rows", lambda device, op: (row,))
+    assert ConfigSelectorChain(autotune=False).choose(inv).source == "persistent"
+    farther = ConfigSelectorChain(autotune=False).choose(call(8, 256))
+    assert farther.source == "heuristics"
+
+
 def test_explain_names_the_row(cache, monkeypatch):
     executor = Executor(chain_of(cache))
     monkeypatch.setattr(executors, "default_executor", lambda: executor)

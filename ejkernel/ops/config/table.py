@@ -19,7 +19,7 @@ from ejkernel.ops.core.kernel import Implementation, Invocation
 
 logger = logging.getLogger("ejkernel")
 
-# A nearest shape further than this (sum of log2 ratios of all axes) says nothing.
+# A shape further than this (sum of log2 ratios of all axes) is no guess.
 _FAR = 6.0
 # The axes in which a near call may differ, this many times: batch, lengths, tokens and rows of a
 # matrix, pages, blocks. The others (heads, head sizes, page sizes, features) must be equal.
@@ -100,7 +100,7 @@ def guess(inv: Invocation, able: Sequence[Implementation]) -> Stored | None:
     """The row of the nearest shape on this device, else on a device of the same architecture."""
     for device in (_model(inv), *_siblings(inv)):
         shipped = ((row, _shipped(device)) for row in rows(device, inv.op))
-        if (stored := next(_nearest(inv, shipped, able), None)) is not None:
+        if (stored := next(_nearest(inv, shipped, able, _FAR), None)) is not None:
             return stored
     return None
 
@@ -110,13 +110,16 @@ def _shipped(device: str) -> str:
 
 
 def _nearest(
-    inv: Invocation, found: Iterator[tuple[Any, str]], able: Sequence[Implementation]
+    inv: Invocation,
+    found: Iterator[tuple[Any, str]],
+    able: Sequence[Implementation],
+    most: float = math.inf,
 ) -> Iterator[Stored]:
-    """What rows say that are not too far, the nearest first; the order given breaks ties."""
+    """What rows at most so far say, the nearest first; the order given breaks ties."""
     mine = _call(inv.document)
     ranked = ((_distance(_call(row.call), mine), row, origin) for row, origin in found)
     for distance, row, origin in sorted(ranked, key=lambda item: item[0]):
-        if distance <= _FAR and (stored := _stored(inv, row, able, origin)) is not None:
+        if distance <= most and (stored := _stored(inv, row, able, origin)) is not None:
             yield stored
 
 
