@@ -65,3 +65,17 @@ def test_every_row_of_every_group_once(kind, sizes, offset, m, block):
     for flag in visits[4:]:
         assert sorted(owners[flag == 1].tolist()) == list(range(total))
     assert (np.diff(owners) >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["block", "group"])
+@pytest.mark.parametrize(
+    "sizes", [[2**31 - 1] * 4, [12, 2**31 - 1, -5, 3], [2**31 - 1, 5, 2**31 - 1, 2**31 - 1]]
+)
+def test_steps_stay_inside_whatever_the_sizes_sum_to(kind, sizes):
+    # kernels for TPUs do not check the addresses that they make of these
+    first, given_sizes = jnp.asarray(np.int32(0)), jnp.asarray(np.asarray(sizes, np.int32))
+    _, _, found = jax.device_get(steps_of(given_sizes, first, 4, 12, kind, 4))
+    assert found.group.min() >= 0
+    assert found.group.max() < 4
+    assert found.block.min() >= 0
+    assert found.block.max() < 3

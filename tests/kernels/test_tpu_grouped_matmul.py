@@ -1,5 +1,7 @@
 """The grouped product on TPUs beyond the generated tests: block sizes, refusals, races."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from ejkernel._device import Target
 from ejkernel.callib import _pallas
 from ejkernel.kernels import kernel_registry
-from ejkernel.kernels._pallas.tpu.grouped_matmul import config, fwd
+from ejkernel.kernels._pallas.tpu.grouped_matmul import bwd, config, fwd
 from tests.kernels import harness
 
 SPEC = kernel_registry.spec("grouped_matmul")
@@ -67,3 +69,20 @@ def test_no_race():
     lhs, rhs = np.asarray(args.lhs, np.float64), np.asarray(args.rhs, np.float64)
     expected = [lhs[i] @ rhs[g] if g < 4 else np.zeros(24) for i, g in enumerate(owner)]
     np.testing.assert_allclose(out, np.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_no_race_backward():
+    args, cfg = call(), config.Config(block_m=16, block_k=8, block_n=8)
+    dout = jax.random.normal(jax.random.key(1), (48, 24))
+    with _pallas.detect_races():
+        wanted = frozenset({"lhs", "rhs"})
+        grads = bwd.backward(args, cfg, (), (), (dout,), wanted)
+        assert not _pallas.races_found()
+    ends = np.cumsum([0, 20, 0, 9, 14])
+    lhs, rhs, dout = (np.asarray(x, np.float64) for x in (args.lhs, args.rhs, dout))
+    dlhs, rows = np.zeros((48, 16)), [slice(*pair) for pair in itertools.pairwise(ends)]
+    for g, own in enumerate(rows):
+        dlhs[own] = dout[own] @ rhs[g].T
+    drhs = np.stack([lhs[own].T @ dout[own] for own in rows])  # 0 for the empty group
+    np.testing.assert_allclose(grads["lhs"], dlhs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grads["rhs"], drhs, rtol=1e-5, atol=1e-5)

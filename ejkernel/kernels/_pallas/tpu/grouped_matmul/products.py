@@ -78,14 +78,11 @@ def multiply(
     def body(refs: Any) -> None:
         step, i = pl.program_id(1), pl.program_id(2)
 
-        @pl.when(i == 0)
-        def _() -> None:
-            refs.acc[...] = jnp.zeros_like(refs.acc)
-
         @pl.when(steps.has_rows(refs.table, step))
         def _() -> None:
             x, y = refs.lhs[...].astype(common), refs.rhs[...].astype(common)
-            refs.acc[...] += tiles.product(x, y, transpose=transpose_rhs)  # [bm, bn]
+            before = jnp.where(i == 0, 0.0, refs.acc[...])  # cheaper than a branch that writes 0
+            refs.acc[...] = before + tiles.product(x, y, transpose=transpose_rhs)  # [bm, bn]
 
         @pl.when(i == num_k - 1)
         def _() -> None:
@@ -103,6 +100,7 @@ def multiply(
         {"acc": pltpu.VMEM((bm, bn), jnp.float32)},
         grid=(cdiv(n, bn), steps.count, num_k),
         sequential=2,
+        checked=False,
         vmem_limit=config.vmem_limit((bm, bk, bn), (lhs.dtype, rhs.dtype, dtype)),
     )
     return made[0][:m, :n]
@@ -125,23 +123,22 @@ def outer(
     def body(refs: Any) -> None:
         step = pl.program_id(2)
 
-        @pl.when(steps.flag(refs.table, _FIRST, step))
-        def _() -> None:
-            refs.acc[...] = jnp.zeros_like(refs.acc)
-
         @pl.when(steps.has_rows(refs.table, step))
         def _() -> None:
             mine = steps.mine(refs.table, step, bm)
-            # both sides: 0 * nan of another group's row would be nan
+            # both sides: 0 * nan of another group's row would be nan; in float32, as v5e has no
+            # select of bfloat16
             x, y = (
-                jnp.where(mine, ref[...], jnp.zeros_like(ref)).astype(common)
+                jnp.where(mine, ref[...].astype(jnp.float32), 0.0).astype(common)
                 for ref in (refs.left, refs.right)
             )
-            refs.acc[...] += tiles.product(x.T, y)  # [bi, bj]
+            before = jnp.where(steps.flag(refs.table, _FIRST, step), 0.0, refs.acc[...])
+            refs.acc[...] = before + tiles.product(x.T, y)  # [bi, bj]
 
         @pl.when(steps.flag(refs.table, _LAST, step))
         def _() -> None:
-            refs.out[...] = refs.acc[...].astype(dtype)
+            some = steps.has_rows(refs.table, step)  # of an empty group nothing was summed
+            refs.out[...] = jnp.where(some, refs.acc[...], 0.0).astype(dtype)
 
     shape = (count, cdiv(num_i, bi) * bi, cdiv(num_j, bj) * bj)
     made = operands.run(
@@ -152,6 +149,7 @@ def outer(
         {"acc": pltpu.VMEM((bi, bj), jnp.float32)},
         grid=(cdiv(num_i, bi), cdiv(num_j, bj), steps.count),
         sequential=1,
+        checked=False,
         vmem_limit=config.vmem_limit((bi, bm, bj), (left.dtype, right.dtype, dtype)),
     )
     return made[0][:, :num_i, :num_j]
