@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ejkernel import _settings
 from ejkernel._device import Target
 from ejkernel.callib import _triton_call
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import kernel_registry
 from ejkernel.kernels._triton.linear_recurrence import bwd, config, fwd
 from ejkernel.ops import FwdParams
@@ -55,14 +56,14 @@ def make(values, **options):
 
 
 def run(args, cfg=None, cotangents=None, wanted=()):
-    """Outputs, and gradients if cotangents are given."""
+    """Outputs, and gradients if cotangents are given; backward has chunks and stored states."""
     cfg = cfg or config.Config(**SMALL)
 
     def both(args, cotangents):
         outputs, residuals = fwd.forward(args, cfg)
         if cotangents is None:
             return outputs
-        cfg_back = config.Config(**SMALL) if cfg.recurrent else cfg
+        cfg_back = config.Config(**SMALL) if cfg.recurrent or cfg.segments else cfg
         back = bwd.backward(args, cfg_back, outputs, residuals, cotangents, frozenset(wanted))
         return outputs, back
 
@@ -190,6 +191,80 @@ def test_every_form_is_served(op):
         made = jax.eval_shape(functools.partial(spec.make, case, jnp.bfloat16), jax.random.key(0))
         reason = entry.why_not(made)
         assert reason is None or "`gv`" in reason, case.name
+
+
+# One pass
+
+
+def in_segments(count, **more):
+    return config.Config(**SMALL | {"segments": count} | more)
+
+
+@pytest.mark.parametrize(
+    ("gates", "segments"),
+    [((), 1), (("g_gamma",), 3), pytest.param(("g", "g_gamma"), 2, marks=pytest.mark.slow)],
+)
+def test_outputs_are_computed_while_states_are_carried(gates, segments):
+    check(make(arrays(75, gates, heads=(1, 2, 1), d=20, e=24)), in_segments(segments))
+
+
+def test_one_pass_without_an_initial_state_and_backwards_in_time():
+    values = arrays(50, ("g",), batch=2, heads=(2, 1, 2))
+    values.pop("initial_state")
+    check(make(values, reverse=True), in_segments(2))
+
+
+@pytest.mark.parametrize(("segments", "reverse"), [(1, False), (3, True)])
+def test_one_pass_over_packed_sequences(segments, reverse):
+    """Of 0, 3, 60 and 17 tokens, in segments of 2 chunks; others hold nan."""
+    values = arrays(90, ("g",))
+    values["initial_state"] = jax.random.normal(jax.random.key(3), (4, 2, 8, 8))
+    values["cu_seqlens"] = jnp.asarray([4, 4, 7, 67, 84])
+    nobodys = (jnp.arange(90) < 4) | (jnp.arange(90) >= 84)
+    for name in ("query", "key", "value", "g"):
+        hidden = nobodys.reshape(1, 90, *(1,) * (values[name].ndim - 2))
+        values[name] = jnp.where(hidden, jnp.nan, values[name])
+    args = make(values, reverse=reverse)
+    actual = run(args, in_segments(segments))
+    for a, e in zip(actual, SPEC.reference_fn()(args), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [[0, 40, 0, 40], [-5, 30, 20, 99]])
+def test_bad_bounds_stay_inside_in_one_pass(bounds):
+    values = arrays(40, (), heads=(1, 1, 1))
+    values["initial_state"] = jnp.zeros((3, 1, 8, 8))
+    args = make(values | {"cu_seqlens": jnp.asarray(bounds)})
+    assert all(np.isfinite(x).all() for x in run(args, in_segments(3)))
+
+
+@pytest.mark.parametrize("name", ["g", "g_gamma"])
+def test_segments_after_strong_gates_keep_what_came_since(name):
+    """The state before a gate of -inf, or far behind strong ones, leaves nothing, and no nan."""
+    values = arrays(64, (name,))
+    values[name] = jnp.full_like(values[name], -20.0)
+    if name == "g":
+        values[name] = (0.001 * values[name]).at[:, 30].set(-jnp.inf)
+    args = make(values)
+    for a, e in zip(run(args, in_segments(4)), SPEC.reference_fn()(args), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_one_pass_fills_a_device_and_is_refused_where_it_cannot_serve():
+    values = {"op": "lightning", "d": 128, "groups": 16}
+    long, few = (SPEC.args(**shapes(t=t, **values), softmax_scale=1.0) for t in (16384, 100))
+    found = [c for c in config.candidates(long, "forward", H200) if c.segments]
+    assert found
+    assert all(16 * (128 // c.block_e) * c.segments >= 128 for c in found)
+    assert all(c.segments <= 2 for c in config.candidates(few, "forward", H200))
+    assert not any(c.segments for c in config.candidates(long, "backward", H200))
+    gated = SPEC.args(**shapes("gla", 16384, 128, 16), softmax_scale=1.0)
+    assert not any(c.segments for c in config.candidates(gated, "forward", H200))
+    assert "one gate a head" in config.misfit(gated, "forward", found[0], H200)
+    with pytest.raises(UnsupportedError, match="one gate a head"):
+        jax.eval_shape(lambda args: fwd.forward(args, found[0])[0], gated)
+    with pytest.raises(ValueError, match=r"segments=65 must be in \[0, 64\]"):
+        config.Config(segments=65)
 
 
 # Memory

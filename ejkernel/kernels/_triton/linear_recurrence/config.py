@@ -7,13 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel._device import Target
-from ejkernel.callib import next_power_of_2
+from ejkernel.callib import cdiv, next_power_of_2
 from ejkernel.kernels._specs.linear_recurrence import num_heads
 from ejkernel.kernels._triton import _launch
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 # so many tokens are taken one by one: the state is then read and written once
 FEW_TOKENS = 16
+_MOST_SEGMENTS = 64  # a program reads what each segment before its own has left
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,9 @@ class Config(_launch.LaunchConfig):
     Outputs and values have `block_e` columns to a program. Launches for scores (`score_d`) and for
     gradients of values (`value_d`) pass other numbers of elements at once. The launch that carries
     states has blocks of `state_d` x `state_e` to a program, and warps and stages of its own.
-    `recurrent`: one token at a time, with `state_e` columns of the state to a program.
+    Of forward alone, `recurrent`: one token at a time, with `state_e` columns of the state to a
+    program; `segments`: outputs are computed while states are carried, in so many parts of a row,
+    or states are stored if it is 0.
     """
 
     block_t: int = 64
@@ -36,12 +39,17 @@ class Config(_launch.LaunchConfig):
     state_warps: int = 4
     state_stages: int = 2
     recurrent: bool = False
+    segments: int = 0
 
     def __post_init__(self) -> None:
         names = ("block_t", "block_d", "block_e", "score_d", "value_d", "state_d", "state_e")
         _launch.check_blocks(self, *names)
         super().__post_init__()
         self._of_states()  # checks them
+        if not isinstance(self.segments, int) or not 0 <= self.segments <= _MOST_SEGMENTS:
+            raise ValueError(
+                f"`Config`: segments={self.segments!r} must be in [0, {_MOST_SEGMENTS}]."
+            )
 
     def _of_states(self) -> _launch.LaunchConfig:
         return _launch.LaunchConfig(num_warps=self.state_warps, num_stages=self.state_stages)
@@ -71,6 +79,9 @@ def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
     wide = 2 if args.query.dtype == jnp.bfloat16 else 4  # states, and what is multiplied by them
     gate = 0 if args.gk is None else args.gk.dtype.itemsize
     c, e = cfg.block_t, min(cfg.block_e, _width(args.value.shape[-1]))
+    if cfg.segments:
+        d = _width(args.query.shape[-1])
+        return cfg.num_stages * c * (2 * d + e) * size + (c + d) * e * wide
     most = [
         cfg.state_stages * c * (cfg.state_d * (size + gate) + cfg.state_e * size),
         c * (3 * cfg.score_d + c) * size,
@@ -130,6 +141,10 @@ _WIDE_GUESSES = (
     (16, 32, 32, 32, 4, 1, 32, 32, 4, 1),
     (16, 16, 16, 16, 4, 1, 16, 16, 4, 1),
 )
+# Chunk, columns, warps, stages and least segments of one pass; after the others, since no GPU ran
+# them yet. A program of 4 warps holds a state of 128 x 64 in half of its registers.
+_ONE_PASS_NAMES = ("block_t", "block_e", "num_warps", "num_stages", "segments")
+_ONE_PASS = ((64, 64, 4, 3, 1), (64, 64, 4, 2, 2), (64, 128, 8, 2, 2), (128, 64, 8, 2, 1))
 _STEPS = (32, 16, 64)  # columns of a state to a program that takes tokens one by one
 _PROGRAMS = 128  # of states, about one for each multiprocessor of a large GPU
 
@@ -144,6 +159,9 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     else:
         rows = _GUESSES[direction, args.gk is not None]
     guesses = [Config(**dict(zip(_NAMES, row, strict=True))) for row in rows]
+    if rows is _GUESSES[FORWARD, False]:
+        more = [Config(**dict(zip(_ONE_PASS_NAMES, row, strict=True))) for row in _ONE_PASS]
+        guesses[-1:-1] = more  # the last one is for devices that the others do not fit
     if _launch.is_amd(target):  # a stage on its way is in registers there
         guesses = [dataclasses.replace(c, state_stages=min(c.state_stages, 2)) for c in guesses]
     fits = _launch.fitting(guesses, lambda c: shared_bytes(args, direction, c), target)
@@ -162,11 +180,16 @@ def _short(args: Any, cfg: Config) -> Config:
             state_d //= 2
         else:
             state_e //= 2
+    block_t, block_e = min(cfg.block_t, _width(t)), min(cfg.block_e, e)
+    segments, most = cfg.segments, min(cdiv(t, block_t), _MOST_SEGMENTS)
+    while segments and programs * (e // block_e) * segments < _PROGRAMS and 2 * segments <= most:
+        segments *= 2
     return dataclasses.replace(
         cfg,
-        block_t=min(cfg.block_t, _width(t)),
+        block_t=block_t,
         block_d=min(cfg.block_d, d),
-        block_e=min(cfg.block_e, e),
+        block_e=block_e,
+        segments=min(segments, most),
         score_d=min(cfg.score_d, d),
         value_d=min(cfg.value_d, d),
         state_d=state_d,
@@ -178,7 +201,14 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
     """Why a config of another call cannot serve this one."""
     if cfg in candidates(args, direction, target):
         return None
-    return _launch.misfit(cfg, shared_bytes(args, direction, cfg), target)
+    return no_segments(args, cfg) or _launch.misfit(cfg, shared_bytes(args, direction, cfg), target)
+
+
+def no_segments(args: Any, cfg: Config) -> str | None:
+    """Why forward cannot be one pass as a config asks."""
+    if cfg.segments and args.gk is not None:
+        return "`segments` need one gate a head: scores with gates of elements (`gk`) come before"
+    return None
 
 
 def heuristic(args: Any, direction: str, target: Target) -> Config:

@@ -3,6 +3,7 @@
 One launch carries the states from chunk to chunk and stores each. With gates of elements a second
 one computes the scores of the pairs inside chunks. The last computes the outputs of all chunks side
 by side, from the state before a chunk and its scores. A few tokens are taken one by one instead.
+With one gate a head, outputs may be computed in the pass that carries the states (`one_pass`).
 Arrays are [b, t, h, x], contiguous.
 """
 
@@ -14,9 +15,10 @@ import triton
 import triton.language as tl
 
 from ejkernel.callib import cdiv, triton_call
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._triton._blocks import chunks as blocks
 from ejkernel.kernels._triton._blocks import decays
-from ejkernel.kernels._triton.linear_recurrence import call, config, recurrent, states
+from ejkernel.kernels._triton.linear_recurrence import call, config, one_pass, recurrent, states
 
 
 @triton.jit
@@ -106,6 +108,10 @@ def forward(args: Any, cfg: config.Config) -> tuple[tuple[jax.Array, ...], tuple
         out, last = _zeros(args)
     elif cfg.recurrent:
         out, last = recurrent.run(args, cfg)
+    elif cfg.segments:
+        if (reason := config.no_segments(args, cfg)) is not None:
+            raise UnsupportedError(f"`linear_recurrence`: {reason}.")
+        out, last = one_pass.run(call.Call(args, cfg.block_t), cfg)
     else:
         out, last = _in_chunks(args, cfg)
     return ((out, last) if args.return_state else (out,)), ()
