@@ -95,7 +95,7 @@ def _over_queries(
             if head.large:
                 exponents = softmax.exponents(x, b_lse[None, :], attention.scores.FACTOR, True)
         p = tl.math.exp2(exponents)  # [BK, BQ]
-        dp = parts.dot_transposed(b_v, b_do, attention.PRECISION)  # [BK, BQ]
+        dp = parts.close_dot_transposed(b_v, b_do, attention.PRECISION)  # [BK, BQ]
         kept = p
         if attention.dropout is not None:
             keep = philox.keep(

@@ -52,7 +52,7 @@ def _over_keys(
         if (attention.scores.bias is None) and (attention.scores.slopes is None):
             capped = x  # one tile less to keep
         p = tl.math.exp2(softmax.exponents(x, rows.lse[:, None], attention.scores.FACTOR, EXACT))
-        dp = parts.dot_transposed(b_do, b_v, attention.PRECISION)  # [BQ, BK]
+        dp = parts.close_dot_transposed(b_do, b_v, attention.PRECISION)  # [BQ, BK]
         if attention.dropout is not None:
             keep = philox.keep(
                 attention.dropout, block.drop_batch, block.drop_head, block.o_q, row, BQ, BK
