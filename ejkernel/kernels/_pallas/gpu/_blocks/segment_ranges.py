@@ -36,9 +36,14 @@ class Blocks(NamedTuple):
     last: jax.Array
 
 
+def apply_to(args: Any) -> bool:
+    """Whether ids or lengths decide what an attention call sees."""
+    return args.q_segment_ids is not None or args.cum_seqlens_q is not None
+
+
 def sides(args: Any) -> tuple[Side, Side] | None:
     """Queries and keys of an attention call; None if it has neither ids nor lengths."""
-    if args.q_segment_ids is None and args.cum_seqlens_q is None:
+    if not apply_to(args):
         return None
     (batch, t), s = args.query.shape[:2], args.key.shape[1]
     # nothing is farther away, and sums of indices fit into 32 bits

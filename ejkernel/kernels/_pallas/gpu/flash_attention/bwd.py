@@ -123,7 +123,6 @@ def plan_of(
     batch, t, num_heads, d = query.shape
     _, s, num_groups, _ = key.shape
     left, right = args.sliding_window
-    no_tokens = args.q_segment_ids is None and args.cum_seqlens_q is None
     return bwd_plan.Plan(
         batch=batch,
         num_q=t,
@@ -144,7 +143,8 @@ def plan_of(
         num_programs=cfg.num_programs,
         twin=launch.interpreted(),
         in_order=config.sums_in_order(args),
-        limits=() if no_tokens else segment_ranges.limits(args, of_keys=True),
+        limits=segment_ranges.limits(args, of_keys=True) if segment_ranges.apply_to(args) else (),
+        persistent=cfg.persistent,
     )
 
 

@@ -92,8 +92,7 @@ class Kernel(bwd_kernel.AbstractKernel):
 
     def load(self, refs: bwd_kernel.Refs, place: Place) -> None:
         """Copies the tiles of queries, then blocks of keys as fast as they are read."""
-        plan, (operands, _, shared, barriers, _) = self.plan, refs
-        plgpu.set_max_registers(plan.registers[1], action="decrease")
+        plan, operands, shared, barriers = self.plan, refs.operands, refs.shared, refs.barriers
         for i in range(bwd_plan.WARPGROUPS):
             rows = pl.ds(place.row + i * mosaic.ROWS, mosaic.ROWS)
             tile, vector = (place.batch, rows, place.head), (place.batch, place.head, rows)
@@ -133,7 +132,6 @@ class _Compute:
         self.warpgroup, self.barrier = warpgroup, bwd_kernel.OWN + warpgroup
 
     def run(self) -> None:
-        plgpu.set_max_registers(self.plan.registers[0], action="increase")
         plgpu.barrier_wait(self.barriers.queries_loaded.at[self.warpgroup])
         lse, neg_delta = (
             mosaic.load(x.at[self.warpgroup], mosaic.ROW)
@@ -193,7 +191,6 @@ class _Compute:
         q[...] = dq.astype(jnp.bfloat16)
         mosaic.publish(self.barrier)
         plgpu.copy_smem_to_gmem(q, self.dq)
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _scores(q: Any, dout: Any, k: Any, v: Any, twin: bool) -> tuple[Any, Any]:

@@ -46,7 +46,6 @@ class _Compute(bwd_tiles.Compute):
     first = 0
 
     def run(self) -> None:
-        plgpu.set_max_registers(self.plan.registers[0], action="increase")
         plgpu.barrier_wait(self.barriers.keys_loaded)
         dk, dv = self._heads(self._zeros())
         # all threads have read keys and values for the last time
@@ -55,7 +54,7 @@ class _Compute(bwd_tiles.Compute):
 
     def _step(self, r: Any, j: Any, sums: Any, masked: bool) -> Any:
         dk, dv = sums
-        slot = bwd_plan.slot(r * self.place.count + j, self.plan.num_stages)
+        slot = self._slot(r * self.place.count + j)
         ds, dv = self._ds(slot, j, dv, masked)
         dk, dv = self.products.keys_alone(ds, self.shared.q.at[slot], dk, dv)
         plgpu.barrier_arrive(self.barriers.read.at[slot])

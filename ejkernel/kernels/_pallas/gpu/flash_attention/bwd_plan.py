@@ -8,10 +8,11 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.callib import cdiv
-from ejkernel.kernels._pallas.gpu._blocks import mosaic, ranges
+from ejkernel.kernels._pallas.gpu._blocks import deal, mosaic, ranges
 from ejkernel.kernels._pallas.gpu.flash_attention import config
 
 WARPGROUPS = 2  # that compute; a third one loads
@@ -58,6 +59,7 @@ class Plan:
     twin: bool  # for JAX's interpreter
     in_order: bool = False  # dq has a kernel of its own, and all sums a fixed order
     limits: tuple[str, ...] = ()  # of keys by `segment_ranges`, where ids or lengths decide
+    persistent: bool = False  # a program works on several tiles of keys
 
     def __post_init__(self) -> None:
         if not self.in_order and self.block_q * self.head_dim != WARPGROUPS * _PART:
@@ -113,10 +115,43 @@ class Plan:
         """Batch, key head and tile; under a causal mask the longest tiles come first.
 
         The (batch, key head) pairs of a section take turns: their queries and gradients of queries
-        stay in the L2 cache, and their tiles are enough for all multiprocessors.
+        stay in the L2 cache, and their tiles are enough for nearly all multiprocessors.
         """
-        bytes_each = 8 * self.group * self.num_q * self.head_dim
-        return self._place(program, self.key_heads, self.k_tiles, bytes_each)
+        return _place(program, self.batch, self.key_heads, self.k_tiles, self._width)
+
+    @functools.cached_property
+    def dealt(self) -> np.ndarray:
+        """Tiles of keys of each program in order; number i of pair p is p * k_tiles + i."""
+        pairs = self.batch * self.key_heads
+        programs = min(self.num_programs, pairs * self.k_tiles)
+        return deal.deal(self._steps, pairs, self._width, programs, 1)
+
+    @property
+    def rounds(self) -> int:
+        """How many tiles the program with the most of them has."""
+        return deal.rounds(self.dealt)
+
+    def place_of_item(self, item: Any) -> tuple[Any, Any, Any]:
+        """Batch, key head and tile of a number in `dealt`."""
+        pair, tile = _divmod(item, self.k_tiles)
+        return (*_divmod(pair, self.key_heads), tile)
+
+    @functools.cached_property
+    def _steps(self) -> tuple[int, ...]:
+        """Of each tile of keys; where ids or lengths decide, as many as without them."""
+        first = np.arange(self.k_tiles) * TILE_KEYS
+        blocks = self.reach.blocks(first, first + (TILE_KEYS - 1))
+        return tuple((self.group * (blocks.top - blocks.bottom)).tolist())
+
+    @functools.cached_property
+    def _width(self) -> int:
+        """Pairs of a section."""
+        bytes_each = 8 * self.group * self.num_q * self.head_dim  # queries and their gradients
+        return self._balanced(self._steps, self.key_heads, bytes_each)
+
+    def _balanced(self, steps: tuple[int, ...], heads: int, bytes_each: int) -> int:
+        fitting = max((self.section << 20) // max(bytes_each, 1), 1)
+        return deal.balanced(steps, self.batch * heads, fitting, self.num_programs)
 
     def place_queries(self, program: Any) -> tuple[Any, Any, Any]:
         """Batch, head and tile of queries; under a causal mask the longest tiles come first.
@@ -124,18 +159,12 @@ class Plan:
         The heads of a section take turns, and their keys and values stay in the L2 cache.
         """
         bytes_each = 2 * self.num_k * (self.head_dim + self.value_dim) // self.group
-        batch, head, tile = self._place(program, self.heads, self.q_tiles, bytes_each)
+        first = np.arange(self.q_tiles) * TILE_QUERIES
+        blocks = self.query_reach.blocks(first, first + (TILE_QUERIES - 1))
+        steps = tuple((blocks.top - blocks.bottom).tolist())
+        width = self._balanced(steps, self.heads, bytes_each)
+        batch, head, tile = _place(program, self.batch, self.heads, self.q_tiles, width)
         return batch, head, tile if self.right is None else self.q_tiles - 1 - tile
-
-    def _place(self, program: Any, heads: int, tiles: int, bytes_each: int) -> tuple[Any, Any, Any]:
-        pairs = self.batch * heads
-        fitting = max((self.section << 20) // max(bytes_each, 1), 1)
-        section = min(pairs, max(fitting, cdiv(self.num_programs, tiles)))
-        number, rest = _divmod(program, section * tiles)
-        width = jnp.minimum(section, pairs - number * section)
-        tile, within = _divmod(rest, width)
-        batch, head = _divmod(number * section + within, heads)
-        return batch, head, tile
 
     def bounds(self, tile: Any) -> Bounds:
         """Of a tile of keys; at least one block, which may see none of them."""
@@ -191,6 +220,14 @@ def slot(number: Any, count: int) -> Any:
     if count & (count - 1):
         return lax.rem(number, jnp.int32(count))
     return number & (count - 1)  # a remainder of a signed number takes two steps more
+
+
+def _place(program: Any, batch: int, heads: int, tiles: int, width: int) -> tuple[Any, Any, Any]:
+    """Batch, head and tile of a program, in sections of `width` pairs of batch and head."""
+    number, rest = _divmod(program, width * tiles)
+    here = jnp.minimum(width, batch * heads - number * width)
+    tile, within = _divmod(rest, here)
+    return (*_divmod(number * width + within, heads), tile)
 
 
 def _divmod(x: Any, y: Any) -> tuple[Any, Any]:

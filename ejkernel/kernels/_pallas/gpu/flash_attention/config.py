@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel import _device
 from ejkernel._device import Target
-from ejkernel.kernels._pallas.gpu._blocks import probe
+from ejkernel.kernels._pallas.gpu._blocks import probe, segment_ranges
 from ejkernel.kernels._shared import config_checks
 from ejkernel.ops.core.kernel import BACKWARD
 
@@ -35,6 +35,7 @@ class Config:
     turns: bool = True  # warpgroups issue their products one after the other
     section: int = 32  # MiB of keys and values that programs work on at a time
     num_programs: int = 132  # one a multiprocessor
+    persistent: bool = False  # programs of backward work on several tiles; those of forward always do
 
     def __post_init__(self) -> None:
         if self.block_q not in (32, 64, 128, 192):
@@ -174,7 +175,7 @@ def _with_room(args: Any, made: Sequence[Config]) -> list[Config]:
     Backward has none to give: with fewer than 240, ptxas makes products run one after the other
     (its note C7512), so the warpgroup that loads spills where there is padding.
     """
-    if args.q_segment_ids is None and args.cum_seqlens_q is None:
+    if not segment_ranges.apply_to(args):
         return list(made)
     return [
         c if c.load_registers >= 32 else dataclasses.replace(c, registers=232, load_registers=40)
@@ -195,6 +196,12 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
             return f"needs {block_q} queries and 128 keys in a tile"
         if reason := cfg.lacks_registers(_BACKWARD_WARPGROUPS):
             return reason
+        if cfg.persistent and sums_in_order(args):
+            return "`persistent` is for one kernel of all gradients; this call takes two"
+        if cfg.persistent and segment_ranges.apply_to(args):
+            return "`persistent` needs lists of tiles that no ids or lengths change"
+    elif cfg.persistent:
+        return "`persistent` is for backward; programs of forward always have several tiles"
     elif not cfg.warpgroups:
         return "needs 64 queries or more in a tile"
     limit = _device.shared_memory(probe.CAPABILITY)
