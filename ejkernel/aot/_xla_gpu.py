@@ -84,6 +84,7 @@ _FREE = frozenset(
         *("copy-done", "async-done", "async-update", "partition-id", "replica-id"),
     }
 )
+_ALLOCATION = 'custom_call_target="AllocateBuffer"'
 
 
 def launches(text: str) -> int | None:
@@ -112,7 +113,7 @@ def _count(operation: str, line: str, work: _Work) -> None:
         work.called.append((names, 1))
     elif operation == "call" and (made := _CALLED.search(line)):
         work.called.append((made[1], 1))
-    elif operation not in _FREE:
+    elif operation not in _FREE and _ALLOCATION not in line:
         work.own += 1
 
 

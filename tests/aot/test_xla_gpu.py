@@ -43,6 +43,7 @@ HloModule jit_f
 ENTRY %main (x: f32[4]) -> f32[4] {
   %x = f32[4]{0} parameter(0)
   %bitcast.5 = f32[2,2]{1,0} bitcast(%x)
+  %empty.5 = f32[4]{0} custom-call(), custom_call_target="AllocateBuffer", metadata={op="e"}
   %while.5 = (s32[], f32[4]{0}) while(%x), condition=%condition, body=%body, backend_config={TRIPS}
   %branch = f32[4]{0} conditional(%x, %x, %x), branch_computations={%one, %two}
   %call.5 = f32[4]{0} call(%x), to_apply=%one

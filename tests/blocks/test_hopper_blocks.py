@@ -33,6 +33,28 @@ def test_every_tile_is_dealt_once(work, pairs, width, ctas):
     assert deal.rounds(table) == (table >= 0).sum(axis=1).max()
 
 
+@SETTINGS
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 9),
+)
+@example([5, 3, 1], 7, 5, 4)
+def test_sections_end_together(work, pairs, most, ctas):
+    work = tuple(work)
+    width = deal.balanced(work, pairs, most, ctas)
+    widest = min(pairs, max(most, -(-ctas // len(work))))
+    assert 1 <= width <= widest
+    assert width == widest or width >= ctas // len(work)
+    ends = lambda width: deal.imbalance(deal.deal(work, pairs, width, ctas, 1), work)
+    assert ends(width) <= ends(widest) + 5e-4
+
+
+def test_sections_of_many_tiles_are_as_wide_as_they_may_be():
+    assert deal.balanced(tuple(range(1, 1 << 10)), 64, 9, 132) == 9
+
+
 # batch, query heads, key heads, tokens, head size, rows of a tile
 BENCHMARKS = [
     (4, 16, 16, 4096, 128, 128),

@@ -1,6 +1,7 @@
 """Attention backward for Hopper: lowered for a GPU, run there, and interpreted through its twin."""
 
 import dataclasses
+import heapq
 
 import jax
 import jax.numpy as jnp
@@ -258,11 +259,21 @@ def test_persistent_programs_cover_all_keys(left, right):
 
 
 @lowered
-def test_persistent_programs_are_balanced():
-    plan = plan_of((4, 4096, 4096, 16, 16, 128), right=0, num_programs=132, section=40)
-    steps = np.asarray(plan.bounds(jnp.arange(plan.k_tiles)).last)
-    steps = steps - np.asarray(plan.bounds(jnp.arange(plan.k_tiles)).first)
+@pytest.mark.parametrize(
+    "shape", [(4, 4096, 16, 16, 128), (4, 4096, 32, 8, 128), (1, 16384, 16, 16, 128)]
+)
+def test_programs_end_together(shape):
+    """Those that come one after the other, as the GPU starts them, and persistent ones."""
+    batch, length, *heads = shape
+    plan = plan_of((batch, length, length, *heads), right=0, num_programs=132, section=40)
+    bounds = plan.bounds(jnp.arange(plan.k_tiles))
+    steps = plan.group * (np.asarray(bounds.last) - np.asarray(bounds.first))
     assert deal.imbalance(plan.dealt, tuple(steps.tolist())) <= 1.02
+    count = plan.batch * plan.key_heads * plan.k_tiles
+    free = [0] * 132
+    for tile in np.asarray(plan.place(jnp.arange(count))[2]):
+        heapq.heapreplace(free, free[0] + int(steps[tile]) + 1)
+    assert max(free) <= 1.02 * np.mean(free)
 
 
 @lowered

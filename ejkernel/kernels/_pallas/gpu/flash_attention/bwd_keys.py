@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._pallas.gpu._blocks import mosaic
-from ejkernel.kernels._pallas.gpu.flash_attention import bwd_kernel, bwd_plan, bwd_tiles
+from ejkernel.kernels._pallas.gpu.flash_attention import bwd_kernel, bwd_tiles
 
 
 class Results(NamedTuple):

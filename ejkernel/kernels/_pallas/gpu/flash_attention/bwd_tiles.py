@@ -157,7 +157,6 @@ class Kernel(bwd_kernel.AbstractKernel):
         at = (place.batch, keys, place.key_head)
         tiles = ((operands.k.at[at], shared.k), (operands.v.at[at], shared.v))
 
-
         def load_keys() -> None:
             for source, smem in tiles:
                 plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
