@@ -1,6 +1,7 @@
 """What only a GPU shows: offsets beyond 2³¹ elements, one entry's backward after another's forward,
 a program for the CPU beside it, and a second process with nothing to do."""
 
+import functools
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels import _oracle, kernel_registry
-from ejkernel.modules import flash_attention
+from ejkernel.modules import flash_attention, gla, native_sparse_attention
 from tests.kernels import harness
 
 pytestmark = pytest.mark.gpu
@@ -91,6 +92,39 @@ def test_a_backward_after_the_forward_of_another_entry(names):
 
     outputs, grads = jax.jit(both)(made.args, made.cotangents)
     harness.assert_close_to_oracle(_oracle.answer(SPEC, made.args, outputs, grads), made)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_a_state_without_the_mapped_axis_counts_once_a_lane(platform):
+    draw = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape)
+    q, k, v = draw(0, (3, 1, 40, 2, 16)), draw(1, (1, 40, 2, 16)), draw(2, (1, 40, 2, 16))
+    state = lambda q, v: gla(q, k, v, return_state=True, platform=platform)[1].sum()
+    by_vmap = lambda v: jax.vmap(lambda q: state(q, v))(q).sum()
+    by_loop = lambda v: sum(state(x, v) for x in q)
+    for actual, expected in zip(
+        jax.tree.leaves(jax.jit(jax.value_and_grad(by_vmap))(v)),
+        jax.tree.leaves(jax.jit(jax.value_and_grad(by_loop))(v)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("platform", ["xla", "triton"])
+def test_a_prefix_compresses_as_the_whole_does(platform):
+    """A block counts once it is complete: not where the array ends."""
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    length, cut = 200, 141
+    xs = (
+        draw(0, 1, length, 16, 64),
+        draw(1, 1, length, 1, 64),
+        draw(2, 1, length, 1, 64),
+        *(jax.nn.sigmoid(draw(seed, 1, length, 16)) for seed in (3, 4, 5)),
+    )
+    attend = functools.partial(
+        native_sparse_attention, block_counts=2, block_size=16, window_size=24, platform=platform
+    )
+    whole, part = (np.asarray(attend(*ys), np.float32) for ys in (xs, [x[:, :cut] for x in xs]))
+    np.testing.assert_allclose(part, whole[:, :cut], rtol=2e-2, atol=2e-2)
 
 
 PROCESS = """
