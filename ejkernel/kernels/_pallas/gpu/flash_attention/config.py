@@ -137,7 +137,6 @@ _BACKWARD_GUESSES: tuple[dict[str, Any], ...] = (
     {"section": 40},
     {"section": 16},
     {"section": 80},
-    {"section": 40, "registers": 232, "load_registers": 40},
 )
 
 
