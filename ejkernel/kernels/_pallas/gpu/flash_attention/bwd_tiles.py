@@ -88,7 +88,8 @@ class Kernel(bwd_kernel.AbstractKernel):
     @property
     def products(self) -> bwd_products.Products:
         kind = bwd_products.Twin if self.plan.twin else bwd_products.Products
-        return kind(self.plan.block_q, self.plan.scale, self.exact, self.plan.cap)
+        plan = self.plan
+        return kind(plan.block_q, plan.scale, self.exact, plan.cap, plan.persistent)
 
     @property
     def programs(self) -> int:
