@@ -55,6 +55,7 @@ def pytest_configure(config):
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(device_results.Recorder(path))
     config.stash[_TESTED] = _tested(config)
+    config.pluginmanager.register(device_results.LeftOut(config.stash[_TESTED]))
 
 
 def _tested(config):
@@ -62,7 +63,7 @@ def _tested(config):
     if hasattr(config, "workerinput"):
         return config.workerinput["tested"]
     path = config.getoption("--untested-in")
-    return [] if path is None else sorted(device_results.tested(pathlib.Path(path)))
+    return {} if path is None else device_results.tested(pathlib.Path(path))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,10 +96,6 @@ def pytest_collection_modifyitems(config, items):
         others = [item for item in items if op not in selection.ops_of(item.nodeid)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if op in selection.ops_of(item.nodeid)]
-    if tested := config.stash[_TESTED]:
-        others = [item for item in items if device_results.entry_of(item.nodeid) in tested]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if device_results.entry_of(item.nodeid) not in tested]
     for item in items:
         for backend, name in (("gpu", "an NVIDIA GPU"), ("tpu", "a TPU")):
             if item.get_closest_marker(backend) and BACKEND != backend:

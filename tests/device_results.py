@@ -5,10 +5,12 @@ make test-gpu, make test-kernels, make test-hopper
 
 import collections
 import datetime as dt
+import hashlib
 import importlib.metadata
 import json
 import pathlib
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,11 +28,12 @@ _VERSIONS = ("jax", "jaxlib", "triton", "libtpu", "jax-cuda13-plugin", "nvidia-c
 
 # Tests of numbers in files about one kernel, whose parameters do not name it.
 _OWN_FILES = {
-    re.compile(r"/test_pallas_gpu_grouped\.py::test_(?:more_)?numbers\["): (
+    re.compile(r"/test_pallas_gpu_grouped\.py::test_(?:more_)?numbers\w*\["): (
         "grouped_matmul pallas/gpu"
     ),
-    re.compile(r"/test_pallas_gpu\w*\.py::test_(?:more_)?numbers\["): "flash_attention pallas/gpu",
-    re.compile(r"/test_pallas_gpu_backward\.py::test_gradients\w*\["): "flash_attention pallas/gpu",
+    re.compile(
+        r"/test_pallas_gpu\w*\.py::test_(?:(?:more_)?numbers|gradients|exact_weights|large_scores)\w*\["
+    ): "flash_attention pallas/gpu",
 }
 
 
@@ -47,6 +50,7 @@ class Recorder:
             collections.Counter
         )
         self._left: dict[str, set[str]] = {}  # tests that have not ended, by entry
+        self._seen: dict[str, set[str]] = collections.defaultdict(set)  # those that said anything
 
     def pytest_collection_finish(self, session):
         self._expect(item.nodeid for item in session.items)
@@ -67,6 +71,7 @@ class Recorder:
             report.when == "call" or report.outcome != "passed"
         )  # errors around a test count too
         if counted and (name := entry_of(report.nodeid)) is not None:
+            self._seen[name].add(report.nodeid)
             noted = [tuple(p) for p in report.user_properties]
             refused = report.outcome == "passed" and ("refused", True) in noted
             if (kind := kind_of(report.nodeid, name)) is not None:
@@ -82,13 +87,13 @@ class Recorder:
         self._write()
 
     def _write(self):
-        device = jax.devices()[0]
-        content = {"device": device.device_kind, "backend": device.platform}
+        content = dict(zip(("device", "backend"), _device(), strict=True))
         made: dict[str, Any] = {}
         for (name, kind), counts in sorted(self._counts.items()):
             if self._left.get(name):
                 continue
-            entry = made.setdefault(name, _facts(name) | {"checks": {}})
+            tests = {"tests": _digest(self._seen[name])}
+            entry = made.setdefault(name, _facts(name) | tests | {"checks": {}})
             entry["checks"][kind] = dict(sorted(counts.items()))
         content["entries"] = dict(sorted((_others(self._path, content) | made).items()))
         self._path.write_text(json.dumps(content, indent=1) + "\n")
@@ -103,17 +108,57 @@ def _others(path: pathlib.Path, content: dict[str, Any]) -> dict[str, Any]:
     return entries if earlier == content else {}
 
 
-def tested(path: pathlib.Path) -> frozenset[str]:
-    """Kernels all of whose tests passed with the code and the versions that are here."""
-    entries = json.loads(path.read_text())["entries"] if path.exists() else {}
-    return frozenset(name for name, kept in entries.items() if _is_current(name, kept))
+def tested(path: pathlib.Path) -> dict[str, str]:
+    """Kernels all of whose tests passed on this device, with the code and versions that are here.
+
+    With a digest of which tests these were. The code is what the support table calls a kernel's;
+    specs, `callib` and the bodies of tests may have changed.
+    """
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    if (content["device"], content["backend"]) != _device():
+        return {}
+    entries = content["entries"].items()
+    return {name: kept.get("tests", "") for name, kept in entries if _is_current(name, kept)}
 
 
 def _is_current(name: str, kept: dict[str, Any]) -> bool:
     """What never ran on the device counts as not tested, and so does a failure."""
-    now, runs = _facts(name), kept["checks"].get("run", {})
+    now, checks = _facts(name), kept["checks"]
     same = all(kept[fact] == now[fact] for fact in ("versions", "version", "source"))
-    return same and set(runs) <= {"passed", "refused", "skipped"} and runs.get("passed", 0) > 0
+    outcomes = {outcome for counts in checks.values() for outcome in counts}
+    ran = checks.get("run", {}).get("passed", 0) > 0
+    return same and ran and outcomes <= {"passed", "refused", "skipped"}
+
+
+class LeftOut:
+    """A pytest plugin that leaves out kernels that are `tested`, where it has the same tests."""
+
+    def __init__(self, tested: Mapping[str, str]):
+        self._tested = tested
+
+    @pytest.hookimpl(trylast=True)  # after tests that options leave out
+    def pytest_collection_modifyitems(self, config, items):
+        ids: dict[str, set[str]] = collections.defaultdict(set)
+        for item in items:
+            if (name := entry_of(item.nodeid)) is not None:
+                ids[name].add(item.nodeid)
+        names = {name for name, found in ids.items() if self._tested.get(name) == _digest(found)}
+        is_left_out = lambda item: entry_of(item.nodeid) in names
+        config.hook.pytest_deselected(items=[item for item in items if is_left_out(item)])
+        items[:] = [item for item in items if not is_left_out(item)]
+
+
+def _digest(nodeids: Iterable[str]) -> str:
+    """Of tests with parameters; xdist adds the group of a test to its name."""
+    names = sorted(nodeid[: nodeid.rindex("]") + 1] for nodeid in nodeids)
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _device() -> tuple[str, str]:
+    device = jax.devices()[0]
+    return device.device_kind, device.platform
 
 
 def entry_of(nodeid: str) -> str | None:

@@ -45,3 +45,6 @@ def test_kernels_that_passed_by_a_file_of_results_are_left_out(tmp_path):
     done = collect_and_run(path, "--device-results", results, "--untested-in", results, "-n", "2")
     assert (done.returncode, "1 passed" in done.stdout) == (0, True), done.stdout + done.stderr
     assert set(json.loads(results.read_text())["entries"]) == {"gla xla/any", "attention xla/any"}
+    path.write_text(TWO.replace('["gla-xla/any-plain"', '["gla-xla/any-new", "gla-xla/any-plain"'))
+    done = collect_and_run(path, "--untested-in", results)  # a kernel with another test
+    assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout + done.stderr

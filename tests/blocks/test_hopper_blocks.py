@@ -45,14 +45,16 @@ def test_sections_end_together(work, pairs, most, ctas):
     work = tuple(work)
     width = deal.balanced(work, pairs, most, ctas)
     widest = min(pairs, max(most, -(-ctas // len(work))))
-    assert 1 <= width <= widest
-    assert width == widest or width >= ctas // len(work)
+    even = -(-pairs // -(-pairs // widest))
+    assert 1 <= width <= even
+    assert width == even or width >= ctas // len(work)
     ends = lambda width: deal.imbalance(deal.deal(work, pairs, width, ctas, 1), work)
-    assert ends(width) <= ends(widest) + 5e-4
+    assert ends(width) <= ends(even) + 5e-4
 
 
-def test_sections_of_many_tiles_are_as_wide_as_they_may_be():
-    assert deal.balanced(tuple(range(1, 1 << 10)), 64, 9, 132) == 9
+def test_sections_of_equal_or_many_tiles_are_as_wide_as_they_may_be():
+    assert deal.balanced(tuple(range(1, 1 << 10)), 64, 9, 132) == 8
+    assert deal.balanced((8,), 32768, 1280, 132) == 1261  # 26 sections
 
 
 # batch, query heads, key heads, tokens, head size, rows of a tile

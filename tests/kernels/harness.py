@@ -40,7 +40,7 @@ def problem(op: str, name: str, dtype: str, seed: int = 11, here: bool = False) 
             args = spec.make(case, jnp.dtype(dtype), jax.random.key(seed))
             return solve(spec, args, case.grads)
 
-    return oracles.remember((op, name, dtype, seed, backend), make)
+    return oracles.remember((op, name, dtype, seed), backend, make)
 
 
 def _on(backend: str) -> contextlib.AbstractContextManager[Any]:

@@ -35,12 +35,12 @@ def _fingerprint() -> str:
     return digest.hexdigest()
 
 
-def remember(name: tuple[Any, ...], make: Callable[[], Problem]) -> Problem:
-    """The problem of a name, from the disk or made and written there.
+def remember(name: tuple[Any, ...], backend: str, make: Callable[[], Problem]) -> Problem:
+    """The problem of a name, from the disk or made by a backend and written there.
 
-    The name tells the backend that makes it, so that a folder may serve runs on other machines.
+    So a folder may serve runs on other machines.
     """
-    key = hashlib.sha256(repr((_fingerprint(), name)).encode()).hexdigest()
+    key = hashlib.sha256(repr((_fingerprint(), name, backend)).encode()).hexdigest()
     path = FOLDER / f"{key}.pickle"
     try:
         made = pickle.loads(path.read_bytes())

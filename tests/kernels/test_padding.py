@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels import _oracle, kernel_registry
+from tests.backend import BACKEND
 from tests.kernels import harness, oracles
 
 # arguments that say which tokens, pages, rows or steps are real
@@ -50,7 +51,7 @@ def solve(op, case, dtype):
         floats = (n for n, x in args.arrays().items() if jnp.issubdtype(x.dtype, jnp.floating))
         return _oracle.solve(spec, args, tuple(floats), harness.QUICK)
 
-    return oracles.remember(("padding", op, case, dtype), make)
+    return oracles.remember(("padding", op, case, dtype), BACKEND, make)
 
 
 def spoiled(op, made):

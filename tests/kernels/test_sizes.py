@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels import _oracle, _spec, _types, kernel_registry
+from tests.backend import BACKEND
 from tests.kernels import harness, oracles
 
 SIZES = {"no_batch": ("b", 0), "one_row": ("b", 1), "one_token": ("t", 1), "one_key": ("s", 1)}
@@ -50,7 +51,7 @@ def test_sizes(op, entry_name, name, record_property):
     # gradients that are 0 with a single key are compared in the tests of edges
     wanted = () if size and axis in "ts" else tuple(sorted(spec.differentiable))
     solve = lambda: harness.solve(spec, resized(op, axis, size), wanted or ("none",))
-    made = oracles.remember(("sizes", op, name), solve)
+    made = oracles.remember(("sizes", op, name), BACKEND, solve)
     if entry.why_not(made.args) is not None:
         record_property("refused", True)
         return

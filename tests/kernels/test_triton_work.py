@@ -9,13 +9,32 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime import interpreter
 
 from ejkernel import _settings
-from ejkernel.kernels import kernel_registry
+from ejkernel.kernels import _oracle, kernel_registry
 from tests.backend import BACKEND
 from tests.kernels import harness
 
 pytestmark = pytest.mark.skipif(BACKEND != "cpu", reason="counts in the interpreter, on a CPU")
 SPEC = kernel_registry.spec("flash_attention")
 ENTRY = harness.find_entry("flash_attention", "triton/gpu")
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_programs_that_read_several_flags_compute_all_that_are_set(programs, monkeypatch):
+    """In long calls a program reads several; here some blocks of both batches are flagged."""
+    from ejkernel.kernels._triton.flash_attention import fwd
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 16))
+    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    q = q.at[1, 20:50].multiply(300.0).at[0, 64:, 1].multiply(1e4)
+    given = {"query": q, "key": k, "value": v, "causal": True, "return_lse": True}
+    args = SPEC.canonicalize(SPEC.unpack(SPEC.complete(given)))
+    cfg = ENTRY.config.testing(args, "forward")
+    assert -(-70 // cfg.block_q) * 4 * 2 % 3 != 0  # the last program has fewer flags
+    monkeypatch.setattr(fwd, "_FLAG_PROGRAMS", programs)
+    outputs, _ = jax.jit(lambda args: fwd.forward(args, cfg))(args)
+    made = harness.solve(SPEC, args, ("none",))
+    harness.assert_close_to_oracle(_oracle.answer(SPEC, args, outputs, {}), made)
 
 
 @pytest.fixture

@@ -291,6 +291,39 @@ def test_a_near_row_fits_the_call(value_size):
     assert guess or value_size == 128
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("shape", "groups", "value_size"),
+    [
+        ((4, 4096, 16, 128), 16, 128),
+        ((1, 16384, 16, 128), 16, 128),
+        ((4, 4096, 32, 128), 8, 128),
+        ((4, 4096, 16, 192), 16, 128),
+    ],
+)
+def test_without_hoppers_kernels_calls_take_cudnn(
+    shape, groups, value_size, direction, monkeypatch
+):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from ejkernel.kernels._pallas.gpu._blocks import probe
+
+    q, k, v = (
+        jax.ShapeDtypeStruct((*shape[:2], heads, size), jnp.bfloat16)
+        for heads, size in ((shape[2], shape[3]), (groups, shape[3]), (groups, value_size))
+    )
+    executor = Executor(ConfigSelectorChain(autotune=False))
+    given = []
+    jax.eval_shape(
+        lambda *xs: given.append(executor.invocation(FlashAttention(), *xs, causal=True)), q, k, v
+    )
+    inv = dataclasses.replace(given[0], target=H200)
+    if direction == "backward":
+        wanted = frozenset({"query", "key", "value"})
+        inv = dataclasses.replace(inv, direction=direction, wanted=wanted)
+    monkeypatch.setattr(probe, "why_not", lambda: "not in this version of JAX")
+    assert executor.chooser.choose(inv).implementation.name == "cudnn/gpu"
+
+
 def test_a_row_that_cannot_serve_does_not_hide_the_next(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     from ejkernel.kernels._cudnn.flash_attention import private

@@ -79,7 +79,7 @@ def shared_bytes(args: Any, direction: str, cfg: Config) -> int:
     wide = 2 if args.query.dtype == jnp.bfloat16 else 4  # states, and what is multiplied by them
     gate = 0 if args.gk is None else args.gk.dtype.itemsize
     c, e = cfg.block_t, min(cfg.block_e, _width(args.value.shape[-1]))
-    if cfg.segments:
+    if cfg.segments and direction == FORWARD:
         d = _width(args.query.shape[-1])
         return cfg.num_stages * c * (2 * d + e) * size + (c + d) * e * wide
     most = [
@@ -201,6 +201,8 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
     """Why a config of another call cannot serve this one."""
     if cfg in candidates(args, direction, target):
         return None
+    if cfg.segments and direction != FORWARD:
+        return "`segments` are for forward"
     return no_segments(args, cfg) or _launch.misfit(cfg, shared_bytes(args, direction, cfg), target)
 
 

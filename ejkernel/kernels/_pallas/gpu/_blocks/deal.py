@@ -15,7 +15,8 @@ from ejkernel.callib import cdiv
 
 # What a tile costs besides its blocks: loading queries, storing results.
 _OVERHEAD = 1.0
-_MANY = 1 << 15  # tiles, whose order is not tried
+_MANY = 1 << 13  # tiles: with more, a section is short beside the whole
+_TRIES = 16  # numbers of sections
 
 
 def section(pairs: int, tiles: int, bytes_a_pair: int, group: int, limit: int, ctas: int) -> int:
@@ -32,15 +33,19 @@ def section(pairs: int, tiles: int, bytes_a_pair: int, group: int, limit: int, c
 
 @functools.lru_cache(maxsize=64)
 def balanced(work: tuple[int, ...], pairs: int, most: int, ctas: int) -> int:
-    """How many pairs, at most `most`, make a section, so that programs end at about the same time.
+    """How many pairs make a section, so that programs end at about the same time.
 
-    Each program takes the next tile when it is free, as in `deal`. If few pairs are left for the
-    last section, its long tiles start while other programs have nothing left to do: that takes up
-    to 15 % of a call's time. A section has a tile for nearly every program at least.
+    `most`, or as many as give each program a tile, or fewer. Each program takes the next tile when
+    it is free, as in `deal`. If few pairs are left for the last section, its long tiles start while
+    other programs have nothing left to do: that takes up to 15 % of a call's time. So sections are
+    about equal, and some numbers of them are tried.
     """
     most = min(pairs, max(most, -(-ctas // len(work))))
-    if pairs * len(work) > _MANY:  # sections are short beside the whole
-        return most
+    fewest = -(-pairs // most)
+    if min(work) == max(work) or pairs * len(work) > _MANY:
+        return -(-pairs // fewest)
+    least = min(most, max(ctas // len(work), 1))  # with nearly enough tiles for all programs
+    widths = {-(-pairs // count) for count in range(fewest, fewest + _TRIES)}
     total = pairs * sum(x + _OVERHEAD for x in work)
 
     def slowest(width: int) -> tuple[float, int]:
@@ -49,7 +54,7 @@ def balanced(work: tuple[int, ...], pairs: int, most: int, ctas: int) -> int:
             heapq.heapreplace(free, free[0] + work[tile] + _OVERHEAD)
         return round(max(free) * ctas / total, 3), -width
 
-    return min(range(min(most, max(ctas // len(work), 1)), most + 1), key=slowest)
+    return min((width for width in widths if width >= least), key=slowest)
 
 
 def _longest_first(work: tuple[int, ...], pairs: int, width: int) -> Iterator[tuple[int, int]]:

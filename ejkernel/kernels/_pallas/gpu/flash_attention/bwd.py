@@ -28,6 +28,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     bwd_tokens,
     config,
 )
+from ejkernel.ops.core.kernel import BACKWARD
 
 _TILE_ROWS = 8  # TMA copies tiles of eight rows
 
@@ -42,6 +43,7 @@ def backward(
     kernels: Sequence[bool] = (False, True),
 ) -> dict[str, jax.Array]:
     """Gradients of the wanted arguments; `kernels` launched are those with exact weights or not."""
+    config.check(args, BACKWARD, cfg)
     if args.logits_soft_cap is not None:  # it is applied to scores alone
         kernels = (True,)
 

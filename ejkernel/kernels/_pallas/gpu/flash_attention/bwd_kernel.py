@@ -71,7 +71,7 @@ class AbstractKernel:
         raise NotImplementedError
 
     def place_of_item(self, item: Any, before: Any) -> Any:
-        """What an item of a program's list works on, and how many steps come after it."""
+        """What an item of a program's list works on, with the steps `before` it and after it."""
         raise NotImplementedError
 
     def load(self, refs: Refs, place: Any) -> None:

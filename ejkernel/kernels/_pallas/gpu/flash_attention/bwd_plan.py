@@ -15,7 +15,7 @@ from ejkernel.callib import cdiv
 from ejkernel.kernels._pallas.gpu._blocks import deal, mosaic, ranges
 from ejkernel.kernels._pallas.gpu.flash_attention import config
 
-WARPGROUPS = 2  # that compute; a third one loads
+WARPGROUPS = config.BACKWARD_WARPGROUPS
 TILE_KEYS = WARPGROUPS * mosaic.ROWS
 TILE_QUERIES = WARPGROUPS * mosaic.ROWS  # of the kernel of dq alone
 _PART = mosaic.ROWS * mosaic.ROWS  # values of dq that a warpgroup computes in a step
@@ -60,14 +60,6 @@ class Plan:
     in_order: bool = False  # dq has a kernel of its own, and all sums a fixed order
     limits: tuple[str, ...] = ()  # of keys by `segment_ranges`, where ids or lengths decide
     persistent: bool = False  # a program works on several tiles of keys
-
-    def __post_init__(self) -> None:
-        if not self.in_order and self.block_q * self.head_dim != WARPGROUPS * _PART:
-            needed = WARPGROUPS * _PART // self.head_dim
-            raise ValueError(
-                f"`flash_attention`: backward needs block_q={needed} for a head size of "
-                f"{self.head_dim}; got {self.block_q}."
-            )
 
     @property
     def group(self) -> int:

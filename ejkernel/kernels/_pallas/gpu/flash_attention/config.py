@@ -6,6 +6,7 @@ from typing import Any
 
 from ejkernel import _device
 from ejkernel._device import Target
+from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._pallas.gpu._blocks import probe, segment_ranges
 from ejkernel.kernels._shared import config_checks
 from ejkernel.ops.core.kernel import BACKWARD
@@ -16,7 +17,7 @@ _MOST_BARRIERS = 11  # named ones that Mosaic leaves: two a stage and two a warp
 _MOST_REGISTERS = 1 << 16  # of a multiprocessor
 _MIB = 1 << 20
 DQ_STAGES = 2  # of the kernel of dq alone
-_BACKWARD_WARPGROUPS = 2  # that compute
+BACKWARD_WARPGROUPS = 2  # that compute; a third one loads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,13 +190,13 @@ def heuristic(args: Any, direction: str, target: Target) -> Config:
     return candidates(args, direction, target)[0]
 
 
-def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None:
+def misfit(args: Any, direction: str, cfg: Config, target: Target | None) -> str | None:
     """Why a config of another call cannot serve this one."""
     if direction == BACKWARD:
         block_q = _backward_block_q(args)
         if (cfg.block_q, cfg.block_k) != (block_q, 128):
             return f"needs {block_q} queries and 128 keys in a tile"
-        if reason := cfg.lacks_registers(_BACKWARD_WARPGROUPS):
+        if reason := cfg.lacks_registers(BACKWARD_WARPGROUPS):
             return reason
         if cfg.persistent and sums_in_order(args):
             return "`persistent` is for one kernel of all gradients; this call takes two"
@@ -210,6 +211,12 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target) -> str | None
     if limit is not None and needed > limit:
         return f"needs {needed} bytes of shared memory; there are {limit}"
     return None
+
+
+def check(args: Any, direction: str, cfg: Config) -> None:
+    """Raises if a config cannot serve a call: programs of another one might wait for ever."""
+    if reason := misfit(args, direction, cfg, None):
+        raise UnsupportedError(f"`flash_attention`: {cfg} does not serve this call: {reason}.")
 
 
 def testing(args: Any, direction: str) -> Config:

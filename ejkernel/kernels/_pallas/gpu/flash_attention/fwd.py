@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._pallas.gpu._blocks import batching, mosaic, segment_ranges
-from ejkernel.kernels._pallas.gpu.flash_attention import call, steps
+from ejkernel.kernels._pallas.gpu.flash_attention import call, config, steps
+from ejkernel.ops.core.kernel import FORWARD
 
 _ROWS = mosaic.ROWS
 _load: Any = plgpu.load  # its signature differs between versions of JAX
@@ -378,6 +379,7 @@ def _along_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def forward(args: Any, cfg: Any) -> tuple[Any, Any]:
     """Outputs, and the logsumexp for backward."""
+    config.check(args, FORWARD, cfg)
     extra, tree = jax.tree.flatten(segment_ranges.sides(args))
     limits = segment_ranges.limits(args)
     args = segment_ranges.without(args)
