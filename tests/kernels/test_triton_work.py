@@ -18,7 +18,7 @@ SPEC = kernel_registry.spec("flash_attention")
 ENTRY = harness.find_entry("flash_attention", "triton/gpu")
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("programs", [1, 5])
 def test_programs_that_read_several_flags_compute_all_that_are_set(programs, monkeypatch):
     """In long calls a program reads several; here some blocks of both batches are flagged."""
     from ejkernel.kernels._triton.flash_attention import fwd
@@ -30,7 +30,7 @@ def test_programs_that_read_several_flags_compute_all_that_are_set(programs, mon
     given = {"query": q, "key": k, "value": v, "causal": True, "return_lse": True}
     args = SPEC.canonicalize(SPEC.unpack(SPEC.complete(given)))
     cfg = ENTRY.config.testing(args, "forward")
-    assert -(-70 // cfg.block_q) * 4 * 2 % 3 != 0  # the last program has fewer flags
+    assert -(-70 // cfg.block_q) * 4 * 2 % 5 != 0  # some programs have fewer flags
     monkeypatch.setattr(fwd, "_FLAG_PROGRAMS", programs)
     outputs, _ = jax.jit(lambda args: fwd.forward(args, cfg))(args)
     made = harness.solve(SPEC, args, ("none",))
