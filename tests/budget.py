@@ -61,8 +61,10 @@ def limit_of(part: str) -> float:
     return _OP + _INTERPRETED * sum((_KERNELS / name / op).is_dir() for name in _BACKENDS)
 
 
-def add(nodeid: str, seconds: float) -> None:
-    _spent[part_of(nodeid)] += seconds
+def add(nodeid: str, seconds: float, is_slow: bool) -> None:
+    """Slow tests have no budget: they are for runs that take their time."""
+    if not is_slow:
+        _spent[part_of(nodeid)] += seconds
     _tests[nodeid] += seconds
 
 

@@ -127,11 +127,12 @@ def quick_compilation(request):
 def pytest_runtest_makereport(item):
     report = yield
     report.cpu_seconds = budget.cpu_seconds_since_last_time()
+    report.is_slow = item.get_closest_marker("slow") is not None
     return report
 
 
 def pytest_runtest_logreport(report):
-    budget.add(report.nodeid, report.cpu_seconds)
+    budget.add(report.nodeid, report.cpu_seconds, report.is_slow)
 
 
 def pytest_terminal_summary(terminalreporter):

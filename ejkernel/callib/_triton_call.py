@@ -134,7 +134,8 @@ def _compiled_call(launch: Launch) -> Callable[..., Any]:
 
 @triton_call_p.def_impl
 def _eager(*arrays: Any, launch: Launch) -> Any:
-    return _compiled_call(launch)(*arrays)
+    with jax.disable_jit(False):  # else the call would come back here
+        return _compiled_call(launch)(*arrays)
 
 
 @triton_call_p.def_abstract_eval

@@ -69,6 +69,14 @@ def total_of(x, y):
     return total
 
 
+@pytest.mark.parametrize("function", [total_of, jax.jit(total_of), jax.vmap(total_of)])
+def test_without_jit(function):
+    """The kernel itself stays one compiled program."""
+    x, y = X.reshape(2, 5), Y.reshape(2, 5)
+    with jax.disable_jit():
+        np.testing.assert_allclose(function(x, y), 2 * x + y, rtol=1e-6)
+
+
 @triton.jit
 def grid_kernel(x, y, out, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
     """x[i, j, k] + y[k] with a program for each element of a grid of any rank."""

@@ -155,3 +155,29 @@ def test_eager_over_sharded_arrays():
     xs, _ = arrays()
     placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in xs]
     assert_close(flash_attention(*placed), flash_attention(*xs))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "spec", [P("data"), P("data", "model"), P(None, "model"), P("data", None, None, "model")]
+)
+def test_vmap_over_a_sharded_axis(spec, transform):
+    """Gradients and tangents have the sharding that plain JAX code gives them."""
+    mesh = make_mesh("explicit")
+    (q, k, _), _ = arrays(groups=4, t=6)
+    q = q.reshape(2, 2, 6, 4, 8)
+    attend = jax.vmap(functools.partial(flash_attention, causal=True), in_axes=(0, None, None))
+    loss = lambda q, k: (attend(q, k[:2], k[2:]) ** 2).sum()
+    everything = lambda q, k: (
+        jax.grad(loss, (0, 1))(q, k),
+        jax.jvp(lambda q: attend(q, k[:2], k[2:]), (q,), (q,))[1],
+    )
+    expected = transform(everything)(q, k)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(q, NamedSharding(mesh, spec))
+        whole = jax.device_put(k, NamedSharding(mesh, P()))
+        actual = transform(everything)(split, whole)
+        (dq, _), tangent = actual
+        assert jax.typeof(dq).sharding.spec == jax.typeof(split).sharding.spec
+        assert jax.typeof(tangent).sharding.spec == jax.typeof(split).sharding.spec
+    assert_close(actual, expected)

@@ -9,6 +9,7 @@ import zlib
 import jax
 import pytest
 
+from ejkernel import _settings
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _op_kernel, _oracle, kernel_registry
 from tests.backend import BACKEND
@@ -94,6 +95,23 @@ def in_core():
 @pytest.mark.parametrize(("op", "entry", "case"), list(in_core()))
 def test_matches_oracle(op, entry, case, record_property):
     check(op, entry, case, "float32", "testing", record_property)
+
+
+def in_plain_interpreter():
+    """A case of each TPU kernel; quick, those that differ most in what they ask a program."""
+    for op in kernel_registry.ops():
+        for entry in kernel_registry.list(op):
+            if (entry.platform, entry.backend) == ("pallas", "tpu"):
+                late = [] if op in ("lightning_attention", "mean_pooling") else [pytest.mark.slow]
+                case = next(name for o, e, name in CORE if (o, e) == (op, entry.name))
+                yield pytest.param(op, entry.name, case, marks=[*harness.marks(entry), *late])
+
+
+@pytest.mark.parametrize(("op", "entry", "case"), list(in_plain_interpreter()))
+def test_matches_oracle_under_the_setting_interpret(op, entry, case, record_property):
+    """Then JAX's plain interpreter runs it, which takes less than the one that watches memory."""
+    with _settings.override(interpret=True):
+        check(op, entry, case, "float32", "testing", record_property)
 
 
 # take no case of the spec, whose arrays are small: tests/kernels/test_pallas_gpu*.py have their own

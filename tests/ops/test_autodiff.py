@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.errors import UnsupportedError
 from ejkernel.modules import gla
 from ejkernel.ops import Kernel
 
@@ -91,3 +92,14 @@ def test_the_constant_cotangent_of_a_sum_is_not_folded_by_the_compiler():
     gradient = jax.grad(lambda a, b: kernel(a, b)[0].sum())
     program = jax.jit(gradient).lower(jnp.ones((4,)), jnp.ones((4,))).compile().as_text()
     assert "is-finite" in program
+
+
+@pytest.mark.parametrize("transform", [eager, jax.jit])
+def test_linear_transpose_says_what_to_do(transform):
+    x = normal(0, (1, 4, 1, 2))
+    attend = transform(lambda v: gla(x, x, v))
+    with pytest.raises(UnsupportedError, match=r"`jax\.vjp`.*`jax\.linearize`"):
+        jax.linear_transpose(attend, x)(x)
+    _, linear = jax.linearize(attend, x)
+    (found,) = jax.linear_transpose(linear, x)(x)
+    np.testing.assert_allclose(found, jax.vjp(attend, x)[1](x)[0], rtol=1e-6)

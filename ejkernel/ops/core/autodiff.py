@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ejkernel.errors import UnsupportedError
 from ejkernel.ops.core.types import AbstractArgs
@@ -132,15 +133,41 @@ def _jvp(primals, tangents, *, linear, num_residuals, out_avals):
 
 def _batch(operands, dims, *, linear, num_residuals, out_avals):
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    part = _part_of_axis(operands, dims)
     residuals = list(operands[:num_residuals])
     inputs = [
-        batching.bdim_at_front(x, d, size)
+        _split_first(batching.bdim_at_front(x, d, size), part)
         for x, d in zip(operands[num_residuals:], dims[num_residuals:], strict=True)
     ]
     batched = linear.batched(tuple(dims[:num_residuals]))
-    avals = [type_like(a, (size, *a.shape), a.dtype) for a in out_avals]
+    avals = [_with_axis(a, size, part) for a in out_avals]
     outs = linear_map(batched, residuals, inputs, avals)
     return outs, [0] * len(outs)
+
+
+def _part_of_axis(operands, dims):
+    """Mesh axes that split the mapped axis, where mesh axes are explicit; None: it is whole."""
+    mapped = ((x, d) for x, d in zip(operands, dims, strict=True) if d is not None)
+    parts = (jax.typeof(x).sharding.spec[d] for x, d in mapped)
+    return next((part for part in parts if part is not None), None)
+
+
+def _split_first(x, part):
+    """An array whose first axis is split like the mapped axis of others, as JAX's vmap wants it."""
+    sharding = jax.typeof(x).sharding
+    if part is None or sharding.spec[0] == part:
+        return x
+    spec = PartitionSpec(part, *sharding.spec[1:])
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
+
+
+def _with_axis(aval, size, part):
+    """The type of a batch of values of a type."""
+    made = type_like(aval, (size, *aval.shape), aval.dtype)
+    if aval.sharding.mesh.empty:
+        return made
+    spec = PartitionSpec(part, *aval.sharding.spec)
+    return made.update(sharding=NamedSharding(aval.sharding.mesh, spec))
 
 
 # The identity on its first operand, which has a batch axis as soon as any operand has one. JAX's
@@ -160,7 +187,15 @@ def _batch_alike(operands, dims):
     return batched_alike_p.bind(x, *operands[1:]), 0
 
 
+def _refuse_transpose(cotangent, *operands):
+    raise UnsupportedError(
+        "`jax.linear_transpose` does not see that an operation is linear in an argument: use "
+        "`jax.vjp`, or transpose what `jax.linearize` gives."
+    )
+
+
 batching.primitive_batchers[batched_alike_p] = _batch_alike
+ad.primitive_transposes[batched_alike_p] = _refuse_transpose
 ad.primitive_transposes[linear_map_p] = _transpose
 ad.primitive_jvps[linear_map_p] = _jvp
 batching.primitive_batchers[linear_map_p] = _batch

@@ -117,7 +117,12 @@ def _on_one_device(inv: Invocation, made: Implementation, run: Run, instead: Run
 
 _one_device_p = Primitive("ejkernel_one_device")
 _one_device_p.multiple_results = True
-_one_device_p.def_impl(lambda *xs, **params: jax.jit(functools.partial(_bind, params))(*xs))
+
+
+@_one_device_p.def_impl
+def _eager(*xs: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # else the call would come back here
+        return jax.jit(functools.partial(_bind, params))(*xs)
 
 
 def _bind(params: dict[str, Any], *xs: Any) -> Any:

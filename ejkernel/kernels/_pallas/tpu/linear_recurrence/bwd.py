@@ -65,12 +65,13 @@ def _states(args: Any, cfg: config.Config) -> jax.Array:
 
 def _states_kernel(of: call.Call, refs: Any) -> None:
     fwd.start(of, refs)
+    chunks = of.chunks(refs)
 
     @of.if_used(refs)
     def _() -> None:
         h = refs.h[...]
         refs.states[...] = h
-        for _, make in of.chunks(refs):
+        for _, make in chunks:
             h = make().advance(h)
         refs.h[...] = h
 
@@ -107,10 +108,11 @@ def _kernel(of: call.Call, refs: Any) -> None:
             refs.h[...] = refs.last[...]
 
     gated = hasattr(refs, "rows") or hasattr(refs, "columns")
+    made = of.chunks(refs)
 
     @of.if_used(refs)
     def _() -> None:
-        chunks = [(part, make()) for part, make in of.chunks(refs)]
+        chunks = [(part, make()) for part, make in made]
         states = [refs.states[...]]
         for _, chunk in chunks[:-1]:
             states.append(chunk.advance(states[-1]))

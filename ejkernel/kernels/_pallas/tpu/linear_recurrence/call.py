@@ -73,7 +73,10 @@ class Call:
         return self.steps - 1 - i if self.backward else i
 
     def read(self, table: Any, row: int) -> Any:
-        return table[row * self.steps + self._step(pl.program_id(2))]
+        return self._of_step(table, row, pl.program_id(2))
+
+    def _of_step(self, table: Any, row: int, i: Any) -> Any:
+        return table[row * self.steps + self._step(i)]
 
     def at_first(self, refs: Any) -> Callable:
         return pl.when(self.read(refs.table, _FIRST) != 0)
@@ -160,12 +163,16 @@ class Call:
     # Chunks
 
     def chunks(self, refs: Any) -> list[tuple[Any, Callable[[], chunk.AbstractChunk]]]:
-        """Rows of a step's chunks, and what makes each."""
+        """Rows of a step's chunks, and what makes each.
+
+        Not inside `pl.when`, where JAX's plain interpreter does not know the number of a program.
+        """
+        place = (pl.program_id(1), pl.program_id(2))
         size = self.cfg.chunk
         parts = [slice(i, i + size) for i in range(0, self.cfg.block_t, size)]
-        return [(part, functools.partial(self._chunk, refs, part)) for part in parts]
+        return [(part, functools.partial(self._chunk, refs, part, *place)) for part in parts]
 
-    def _chunk(self, refs: Any, part: slice) -> chunk.AbstractChunk:
+    def _chunk(self, refs: Any, part: slice, h: Any, i: Any) -> chunk.AbstractChunk:
         load = lambda ref: None if ref is None else ref[part].astype(jnp.float32)
         q, rows, columns = load(refs.query), load(refs.gk), load(refs.gv)
         q = None if q is None else q * self.scale
@@ -180,8 +187,8 @@ class Call:
             rows=rows,
             columns=columns,
             token=token,
-            gamma=None if refs.gamma is None else refs.gamma[pl.program_id(1)],
-            count=jnp.clip(self.read(refs.table, _COUNT) - part.start, 0, self.cfg.chunk),
+            gamma=None if refs.gamma is None else refs.gamma[h],
+            count=jnp.clip(self._of_step(refs.table, _COUNT, i) - part.start, 0, self.cfg.chunk),
         )
         kind = levels.Chunk if config.by_element(self.args) else scalar.Chunk
         return kind(x, self.dtype)

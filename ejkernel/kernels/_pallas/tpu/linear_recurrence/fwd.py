@@ -43,11 +43,12 @@ def start(of: call.Call, refs: Any) -> None:
 
 def _kernel(of: call.Call, refs: Any) -> None:
     start(of, refs)
+    chunks = of.chunks(refs)
 
     @of.if_used(refs)
     def _() -> None:
         h = refs.h[...]
-        for part, make in of.chunks(refs):
+        for part, make in chunks:
             chunk = make()
             refs.out[part] = chunk.output(h).astype(refs.out.dtype)
             h = chunk.advance(h)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from ejkernel.kernels._pallas.tpu._blocks import grid
 from ejkernel.kernels._pallas.tpu.mean_pooling import config, layout
@@ -31,7 +32,9 @@ def _rows(args: Any, cfg: config.Config, dout: jax.Array) -> jax.Array:
 
     def body(refs: Any) -> None:
         for row in range(of.rows):
-            share = refs.dout[row].astype(jnp.float32) / of.divisor(refs.table, row)
+            share = refs.dout[row].astype(jnp.float32) / of.divisor(
+                refs.table, pl.program_id(0), row
+            )
             dx = of.features.spread(share, of.bt)  # [bt, …]
             if args.mask is not None:
                 dx = jnp.where(of.kept(refs, row), dx, 0.0)
@@ -59,7 +62,7 @@ def _runs(args: Any, cfg: config.Config, dout: jax.Array) -> jax.Array:
     operands.add("dout", dout, of.row_spec())
 
     def body(refs: Any) -> None:
-        share = refs.dout[...].astype(jnp.float32) / of.divisor(refs.table)
+        share = refs.dout[...].astype(jnp.float32) / of.divisor(refs.table, pl.program_id(1))
         # what earlier visits of the same block wrote is still there
         rest = jnp.where(of.is_first(refs.table), 0.0, refs.dx[...].astype(jnp.float32))
         dx = jnp.where(of.mine(refs.table), of.features.spread(share, of.bt), rest)

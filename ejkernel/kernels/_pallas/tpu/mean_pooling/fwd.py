@@ -23,6 +23,8 @@ def _rows(args: Any, cfg: config.Config) -> jax.Array:
     of.add_mask(operands)
 
     def body(refs: Any) -> None:
+        program = pl.program_id(0)  # JAX's plain interpreter knows no number inside `when`
+
         @pl.when(pl.program_id(2) == 0)
         def _() -> None:
             refs.acc[...] = jnp.zeros_like(refs.acc)
@@ -36,7 +38,7 @@ def _rows(args: Any, cfg: config.Config) -> jax.Array:
         @pl.when(pl.program_id(2) == of.grid[2] - 1)
         def _() -> None:
             for row in range(of.rows):
-                mean = refs.acc[row] / of.divisor(refs.table, row)
+                mean = refs.acc[row] / of.divisor(refs.table, program, row)
                 refs.out[row] = mean.astype(refs.out.dtype)
 
     shape = jax.ShapeDtypeStruct(of.features.row_shape(of.count), args.inputs.dtype)
@@ -59,6 +61,8 @@ def _runs(args: Any, cfg: config.Config) -> jax.Array:
     operands.add("x", of.inputs(), of.token_spec())
 
     def body(refs: Any) -> None:
+        visit = pl.program_id(1)  # as above
+
         @pl.when(of.is_first(refs.table))
         def _() -> None:
             refs.acc[...] = jnp.zeros_like(refs.acc)
@@ -68,7 +72,8 @@ def _runs(args: Any, cfg: config.Config) -> jax.Array:
 
         @pl.when(of.is_last(refs.table))
         def _() -> None:
-            refs.out[...] = (refs.acc[...] / of.divisor(refs.table)).astype(refs.out.dtype)
+            mean = refs.acc[...] / of.divisor(refs.table, visit)
+            refs.out[...] = mean.astype(refs.out.dtype)
 
     shape = jax.ShapeDtypeStruct(of.features.row_shape(of.count), args.inputs.dtype)
     (out,) = operands.run(

@@ -122,8 +122,8 @@ class Rows:
         mask = jnp.broadcast_to(refs.mask[row], (8, self.bt))
         return mask.T[:, :1] != 0
 
-    def divisor(self, table: Any, row: int) -> Any:
-        count = table[pl.program_id(0) * self.rows + row]
+    def divisor(self, table: Any, program: Any, row: int) -> Any:
+        count = table[program * self.rows + row]
         return jnp.maximum(count, 1).astype(jnp.float32)
 
     def shape(self) -> tuple[int, ...]:
@@ -201,8 +201,8 @@ class Runs:
     def is_last(self, table: Any) -> Any:
         return self.read(table, _LAST, pl.program_id(1)) != 0
 
-    def divisor(self, table: Any) -> Any:
-        return jnp.maximum(self.read(table, _COUNT, pl.program_id(1)), 1).astype(jnp.float32)
+    def divisor(self, table: Any, visit: Any) -> Any:
+        return jnp.maximum(self.read(table, _COUNT, visit), 1).astype(jnp.float32)
 
     def shape(self) -> tuple[int, ...]:
         return (self.count, *self.features.rest)
