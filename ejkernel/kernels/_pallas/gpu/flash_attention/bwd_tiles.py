@@ -159,20 +159,15 @@ class Kernel(bwd_kernel.AbstractKernel):
         tiles = ((operands.k.at[at], shared.k), (operands.v.at[at], shared.v))
 
         def load_keys() -> None:
-            for source, smem in tiles:
-                plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
-
-        def load_next_keys() -> None:
-            pl.when(place.before > 0)(lambda: plgpu.barrier_wait(barriers.keys_free))
-            load_keys()
-
-        if tokens is None:
-            if not plan.persistent:
-                load_keys()
-        else:
-            ids = tokens.keys.at[place.batch, keys]
-            is_padded = tokens.key_padding[place.batch, place.tile] > 0
-            bwd_tokens.load_tiles(tiles, ids, is_padded, barriers.raw, barriers.keys_loaded)
+            if plan.persistent:
+                pl.when(place.before > 0)(lambda: plgpu.barrier_wait(barriers.keys_free))
+            if tokens is None:
+                for source, smem in tiles:
+                    plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
+            else:
+                ids = tokens.keys.at[place.batch, keys]
+                is_padded = tokens.key_padding[place.batch, place.tile] > 0
+                bwd_tokens.load_tiles(tiles, ids, is_padded, barriers.raw, barriers.keys_loaded)
 
         def block(number: Any, head: Any, j: Any) -> None:
             loads = place.before + number
@@ -198,8 +193,11 @@ class Kernel(bwd_kernel.AbstractKernel):
                 copies = copies[1::2]
             for gmem, smem in copies:
                 plgpu.copy_gmem_to_smem(gmem, smem, loaded)
-            if plan.persistent:  # the tile before may still need the memory of its keys
-                pl.when(number == 0)(load_next_keys)
+            if plan.persistent:  # later: the tile before may still need the memory of its keys
+                pl.when(number == 0)(load_keys)
+
+        if not plan.persistent:
+            load_keys()
 
         def of_head(r: Any, carry: None) -> None:
             first, head = r * place.count, place.key_head * plan.group + r
