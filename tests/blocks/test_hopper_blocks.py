@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from ejkernel.kernels._pallas.gpu._blocks import deal, ranges
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+# work of tiles, pairs, pairs in a section, and programs
+DEALS = (
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 9),
+)
 limits = st.one_of(st.none(), st.integers(0, 40))
 
 
 @SETTINGS
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    st.integers(1, 12),
-    st.integers(1, 12),
-    st.integers(1, 9),
-)
+@given(*DEALS)
 @example([1], 1, 1, 1)
 def test_every_tile_is_dealt_once(work, pairs, width, ctas):
     table = deal.deal(tuple(work), pairs, width, ctas, 4)
@@ -34,13 +36,9 @@ def test_every_tile_is_dealt_once(work, pairs, width, ctas):
 
 
 @SETTINGS
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    st.integers(1, 30),
-    st.integers(1, 30),
-    st.integers(1, 9),
-)
+@given(*DEALS)
 @example([5, 3, 1], 7, 5, 4)
+@example([1, 2], 6, 5, 9)  # two even sections have fewer tiles than there are programs
 def test_sections_end_together(work, pairs, most, ctas):
     work = tuple(work)
     width = deal.balanced(work, pairs, most, ctas)

@@ -106,13 +106,16 @@ def test_a_state_without_the_mapped_axis_counts_once_a_lane(platform):
         jax.tree.leaves(jax.jit(jax.value_and_grad(by_loop))(v)),
         strict=True,
     ):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+        # lanes and elements are summed in another order
+        tolerance = 64 * float(jnp.finfo(jnp.float32).eps)
+        most = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * most)
 
 
 @pytest.mark.parametrize("platform", ["xla", "triton"])
 def test_a_prefix_compresses_as_the_whole_does(platform):
     """A block counts once it is complete: not where the array ends."""
-    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
     length, cut = 200, 141
     xs = (
         draw(0, 1, length, 16, 64),
@@ -123,8 +126,9 @@ def test_a_prefix_compresses_as_the_whole_does(platform):
     attend = functools.partial(
         native_sparse_attention, block_counts=2, block_size=16, window_size=24, platform=platform
     )
-    whole, part = (np.asarray(attend(*ys), np.float32) for ys in (xs, [x[:, :cut] for x in xs]))
-    np.testing.assert_allclose(part, whole[:, :cut], rtol=2e-2, atol=2e-2)
+    whole, part = attend(*xs), attend(*(x[:, :cut] for x in xs))
+    tolerance = 64 * float(jnp.finfo(jnp.float32).eps)
+    np.testing.assert_allclose(part, whole[:, :cut], rtol=tolerance, atol=tolerance)
 
 
 PROCESS = """

@@ -42,10 +42,11 @@ def balanced(work: tuple[int, ...], pairs: int, most: int, ctas: int) -> int:
     """
     most = min(pairs, max(most, -(-ctas // len(work))))
     fewest = -(-pairs // most)
+    widest, *others = (-(-pairs // count) for count in range(fewest, fewest + _TRIES))
     if min(work) == max(work) or pairs * len(work) > _MANY:
-        return -(-pairs // fewest)
-    least = min(most, max(ctas // len(work), 1))  # with nearly enough tiles for all programs
-    widths = {-(-pairs // count) for count in range(fewest, fewest + _TRIES)}
+        return widest
+    least = ctas // len(work)  # with nearly enough tiles for all programs
+    widths = {widest, *(width for width in others if width >= least)}
     total = pairs * sum(x + _OVERHEAD for x in work)
 
     def slowest(width: int) -> tuple[float, int]:
@@ -54,7 +55,7 @@ def balanced(work: tuple[int, ...], pairs: int, most: int, ctas: int) -> int:
             heapq.heapreplace(free, free[0] + work[tile] + _OVERHEAD)
         return round(max(free) * ctas / total, 3), -width
 
-    return min((width for width in widths if width >= least), key=slowest)
+    return min(widths, key=slowest)
 
 
 def _longest_first(work: tuple[int, ...], pairs: int, width: int) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention import config
 WARPGROUPS = config.BACKWARD_WARPGROUPS
 TILE_KEYS = WARPGROUPS * mosaic.ROWS
 TILE_QUERIES = WARPGROUPS * mosaic.ROWS  # of the kernel of dq alone
-_PART = mosaic.ROWS * mosaic.ROWS  # values of dq that a warpgroup computes in a step
 
 
 class Bounds(NamedTuple):

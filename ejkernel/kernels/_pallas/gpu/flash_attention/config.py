@@ -36,9 +36,8 @@ class Config:
     turns: bool = True  # warpgroups issue their products one after the other
     section: int = 32  # MiB of keys and values that programs work on at a time
     num_programs: int = 132  # one a multiprocessor
-    persistent: bool = (
-        False  # programs of backward work on several tiles; those of forward always do
-    )
+    # programs of backward work on several tiles; those of forward always do
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.block_q not in (32, 64, 128, 192):
