@@ -11,13 +11,11 @@ processes beside each other are quicker.
 Every call is compared with XLA's once. Then it runs again and again: output, logsumexp and the
 gradients of keys and values must have the same bits each time. Those of queries are added in an
 order that varies, except with `deterministic=True`, which every call runs with as well: then all
-bits must be the same. A third run has persistent programs in backward, where these serve. All bits
-of grouped products must be the same always. A hang shows as a call that does not end. Needs an H100
-or H200.
+bits must be the same. All bits of grouped products must be the same always. A hang shows as a call
+that does not end. Needs an H100 or H200.
 """
 
 import argparse
-import dataclasses
 import functools
 import sys
 import time
@@ -26,10 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel import _device
 from ejkernel.kernels import kernel_registry
 from ejkernel.modules import flash_attention, grouped_matmul
-from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
 # name: batch, queries, keys, heads, key heads, head size, value size, options
 _SMALL = {
@@ -102,45 +98,19 @@ def check(name, sizes, runs):
     xla = functools.partial(flash_attention, platform="xla")
     expected = jax.jit(lambda *xs: _results(xla, xs, options))(*arrays)
     good = True
-    ours = kernel_registry.get("flash_attention", "pallas", "gpu")
     for deterministic in (False, True):
-        more = options | {"deterministic": deterministic}
-        run = jax.jit(lambda *xs, more=more: _results(ours, xs, more))
-        # the last result is the gradient of queries
-        compared = len(expected) if deterministic else len(expected) - 1
-        kind = "all bits" if deterministic else "default"
-        good &= _compare(f"{name:16s} {kind:10s}", run, arrays, expected, runs, compared)
-    if (run := _persistent(arrays, options)) is not None:
-        title = f"{name:16s} persistent"
-        good &= _compare(title, run, arrays, expected, runs, len(expected) - 1)
+        good &= _repeat(name, arrays, options, expected, runs, deterministic)
     return good
 
 
-def _persistent(arrays, options):
-    """The same results with persistent programs in backward; None if they do not serve the call."""
-    spec = kernel_registry.spec("flash_attention")
-    (entry,) = (e for e in kernel_registry.list(spec.name) if e.name == "pallas/gpu")
-    here = _device.find()
-
-    def canonical(*xs):
-        given = dict(zip(("query", "key", "value"), xs, strict=True)) | options
-        return spec.canonicalize(spec.unpack(spec.complete(given)))
-
-    args = canonical(*arrays)
-    cfg = dataclasses.replace(entry.heuristic(args, BACKWARD, here), persistent=True)
-    if entry.misfit(args, BACKWARD, cfg, here) is not None:
-        return None
-
-    def run(*xs):
-        args = canonical(*xs)
-        outputs, residuals = entry.fn(args, entry.heuristic(args, FORWARD, here))
-        _, pull = jax.vjp(_loss, *outputs)
-        cotangents = pull(jnp.float32(1.0))
-        wanted = frozenset({"query", "key", "value"})
-        found = entry.backward(args, cfg, outputs, residuals, cotangents, wanted)
-        return *outputs, found["key"], found["value"], found["query"]
-
-    return jax.jit(run)
+def _repeat(name, arrays, options, expected, runs, deterministic):
+    ours = kernel_registry.get("flash_attention", "pallas", "gpu")
+    options = options | {"deterministic": deterministic}
+    run = jax.jit(lambda *xs: _results(ours, xs, options))
+    # the last result is the gradient of queries
+    compared = len(expected) if deterministic else len(expected) - 1
+    kind = "all bits" if deterministic else "default"
+    return _compare(f"{name:16s} {kind:8s}", run, arrays, expected, runs, compared)
 
 
 def check_grouped(name, sizes, runs):
@@ -150,7 +120,7 @@ def check_grouped(name, sizes, runs):
     xla = functools.partial(grouped_matmul, platform="xla")
     expected = jax.jit(lambda *xs: _products(xla, xs, options))(*arrays)
     run = jax.jit(lambda *xs: _products(ours, xs, options))
-    title = f"{name:16s} grouped   "
+    title = f"{name:16s} grouped "
     return _compare(title, run, arrays, expected, runs, len(expected))
 
 
@@ -198,16 +168,12 @@ def _results(attention, arrays, options):
     """Output and logsumexp, then gradients: of keys, of values, of queries."""
 
     def both(*xs):
-        outputs = attention(*xs, **options)
-        return _loss(*outputs), outputs
+        out, lse = attention(*xs, **options)
+        seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(seen)), (out, lse)
 
     (dq, dk, dv), outputs = jax.grad(both, (0, 1, 2), has_aux=True)(*arrays)
     return *outputs, dk, dv, dq
-
-
-def _loss(out, lse):
-    seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(seen))
 
 
 def _error(x, y):

@@ -11,7 +11,7 @@ import pytest
 from ejkernel._device import Target
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _oracle, _spec, kernel_registry
-from ejkernel.kernels._pallas.gpu._blocks import deal, probe
+from ejkernel.kernels._pallas.gpu._blocks import probe
 from ejkernel.kernels._pallas.gpu.flash_attention import config
 from tests.backend import BACKEND
 from tests.kernels import harness
@@ -54,6 +54,7 @@ SLOW = {
     "window_to_the_right": ((1, 200, 200, 3, 1, 64), {"sliding_window": (-1, 30)}),
     "short": ((2, 3, 5, 2, 1, 128), {"causal": True}),
     "cap": ((1, 130, 130, 1, 1, 64), {"causal": True, "logits_soft_cap": 2.0}),
+    "keys_that_nobody_sees": ((1, 70, 520, 1, 1, 128), {"sliding_window": (40, 0)}),
 }
 IN_ORDER = {
     **SLOW,
@@ -77,21 +78,7 @@ def make(shape, dtype=jnp.bfloat16, **options):
     return SPEC.make(case, dtype, keys[0])
 
 
-# with several tiles in a program
-PERSISTENT = {
-    "causal_grouped_sinks": ((1, 260, 400, 4, 2, 128), {"causal": True, "softmax_aux": 2}),
-}
-MORE_PERSISTENT = {
-    "full": ((2, 128, 300, 1, 1, 128), {}),
-    "causal_many": ((2, 300, 300, 2, 2, 128), {"causal": True}),
-    "window_small_heads": ((1, 430, 430, 2, 1, 64), {"sliding_window": (90, 20)}),
-    "cap": ((1, 260, 260, 2, 1, 64), {"causal": True, "logits_soft_cap": 2.0}),
-    "keys_that_nobody_sees": ((1, 70, 520, 1, 1, 128), {"sliding_window": (40, 0)}),
-    "one_tile": ((1, 30, 60, 1, 1, 128), {"causal": True}),
-}
-
-
-def run(args, made, kernels=(False,), **settings):
+def run(args, made, kernels=(False,)):
     """Gradients by the twin from the oracle's outputs, and by its exact weights or not."""
     from ejkernel.kernels._pallas.gpu.flash_attention import bwd
 
@@ -100,9 +87,7 @@ def run(args, made, kernels=(False,), **settings):
     outputs = (out, lse) if args.return_lse else (out,)
 
     def gradients(args, outputs, lse, cotangents):
-        cfg = dataclasses.replace(config.testing(args, "backward"), **settings)
-        assert config.misfit(args, "backward", cfg, H200) is None
-        wanted = frozenset(made.wanted)
+        cfg, wanted = config.testing(args, "backward"), frozenset(made.wanted)
         return bwd.backward(args, cfg, outputs, (lse,), cotangents, wanted, kernels)
 
     jitted = jax.jit(gradients, compiler_options=harness.QUICK)
@@ -110,10 +95,10 @@ def run(args, made, kernels=(False,), **settings):
     return _oracle.answer(SPEC, args, outputs, found)
 
 
-def check(shape, options, kernels=(False,), **settings):
+def check(shape, options, kernels=(False,)):
     args = make(shape, **options)
     made = harness.solve(SPEC, args)
-    actual = run(args, made, kernels, **settings)
+    actual = run(args, made, kernels)
     assert actual.gradients.keys() == made.oracle.gradients.keys()
     harness.assert_close_to_oracle(actual, made)
 
@@ -230,67 +215,21 @@ def test_gradients_of_more_calls(name):
     check(*SLOW[name])
 
 
-@interpreted
-@pytest.mark.parametrize("name", PERSISTENT)
-def test_gradients_of_persistent_programs(name):
-    check(*PERSISTENT[name], persistent=True)
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("programs", [1, 3])
-@pytest.mark.parametrize("name", MORE_PERSISTENT)
-def test_gradients_of_more_persistent_programs(name, programs):
-    check(*MORE_PERSISTENT[name], persistent=True, num_programs=programs)
-
-
-@lowered
-@pytest.mark.parametrize(("left", "right"), WINDOWS)
-def test_persistent_programs_cover_all_keys(left, right):
-    for shape in ((3, 500, 700, 6, 2, 128), (1, 64, 64, 1, 1, 64), (2, 900, 130, 2, 2, 64)):
-        for programs in (1, 3, 50):
-            plan = plan_of(shape, left, right, persistent=True, num_programs=programs)
-            items = plan.dealt[plan.dealt >= 0]
-            assert (plan.dealt[:, 0] >= 0).all()
-            assert (plan.dealt[:, plan.rounds :] < 0).all()
-            places = np.stack([np.asarray(x) for x in plan.place_of_item(jnp.asarray(items))], 1)
-            assert len(np.unique(places, axis=0)) == len(items) == places.shape[0]
-            assert (places.max(0) + 1 == (plan.batch, plan.key_heads, plan.k_tiles)).all()
-            assert len(items) == plan.batch * plan.key_heads * plan.k_tiles
-
-
 @lowered
 @pytest.mark.parametrize(
     "shape", [(4, 4096, 16, 16, 128), (4, 4096, 32, 8, 128), (1, 16384, 16, 16, 128)]
 )
 def test_programs_end_together(shape):
-    """Those that come one after the other, as the GPU starts them, and persistent ones."""
+    """Each multiprocessor takes the next program when it is free."""
     batch, length, *heads = shape
     plan = plan_of((batch, length, length, *heads), right=0, num_programs=132, section=40)
     bounds = plan.bounds(jnp.arange(plan.k_tiles))
     steps = plan.group * (np.asarray(bounds.last) - np.asarray(bounds.first))
-    assert deal.imbalance(plan.dealt, tuple(steps.tolist())) <= 1.02
     count = plan.batch * plan.key_heads * plan.k_tiles
     free = [0] * 132
     for tile in np.asarray(plan.place(jnp.arange(count))[2]):
         heapq.heapreplace(free, free[0] + int(steps[tile]) + 1)
     assert max(free) <= 1.02 * np.mean(free)
-
-
-@lowered
-def test_persistent_programs_refuse_what_they_cannot_do():
-    cfg = lambda args: dataclasses.replace(config.testing(args, "backward"), persistent=True)
-    ids = {name: jnp.zeros((1, 64), jnp.int32) for name in ("q_segment_ids", "kv_segment_ids")}
-    for d, options, reason in (
-        (128, {"deterministic": True}, "takes two"),
-        (192, {}, "takes two"),
-        (128, ids, "no ids or lengths"),
-    ):
-        args = make((1, 64, 64, 1, 1, d), **options)
-        with pytest.raises(UnsupportedError, match=reason):
-            lower(args, cfg(args))
-    forward = config.Config(block_q=128, persistent=True)
-    assert "is for backward" in str(config.misfit(args, "forward", forward, H200))
 
 
 @interpreted
@@ -320,8 +259,6 @@ def test_exact_weights_bear_large_scores(deterministic):
     shape, options = (1, 70, 70, 1, 1, 128), {"causal": True, "deterministic": deterministic}
     check(shape, options, kernels=(True,))
     check(shape, options | {"softmax_scale": 400.0}, kernels=(True,))
-    if not deterministic:
-        check(shape, options | {"softmax_scale": 400.0}, kernels=(True,), persistent=True)
 
 
 @interpreted
@@ -353,7 +290,6 @@ def test_no_races():
         check((1, 260, 130, 1, 1, 64), {})
         check((1, 130, 260, 2, 1, 128), {"causal": True, "deterministic": True})
         check((1, 130, 130, 1, 1, 192), {})
-        check((1, 140, 300, 2, 1, 128), {"causal": True}, persistent=True, num_programs=1)
 
 
 LOWERED = {
@@ -421,8 +357,7 @@ def assert_lowers(shape, options):
 )
 def test_every_candidate_lowers(d, deterministic):
     args = make((1, 500, 500, 2, 1, d), causal=True, deterministic=deterministic)
-    several = dataclasses.replace(config.heuristic(args, "backward", H200), persistent=True)
-    for cfg in (*config.candidates(args, "backward", H200), *(several,) * (not deterministic)):
+    for cfg in config.candidates(args, "backward", H200):
         assert config.misfit(args, "backward", cfg, H200) is None
         lower(args, cfg)
 

@@ -275,19 +275,17 @@ def constant(value: float) -> Any:
     return arith.constant(f32, ir.FloatAttr.get(f32, value))
 
 
-def product(acc: Any, left: Any, right: Any, addressed_here: bool = False) -> Any:
+def product(acc: Any, left: Any, right: Any) -> Any:
     """Issues left @ right, added to `acc`, or overwriting where `acc` is None.
 
     `left` is [64, k], a tile or bfloat16 registers; `right` is a tile [k, n]; the result is
     [64, n] in float32. `fence` comes before, `commit` after; nothing may read the result or write
-    the operands until `wait`. `addressed_here` keeps the compiler from computing addresses before a
-    loop, which takes a register for each of them.
+    the operands until `wait`.
     """
     (depth, width), _ = mma_utils.tiled_memref_shape(right)
-    describe = functools.partial(_Descriptor.of, opaque=addressed_here)
-    operand_b = describe(right, (_ATOM, width), is_right=True)
+    operand_b = _Descriptor.of(right, (_ATOM, width), is_right=True)
     in_registers = isinstance(left, _Array)
-    operand_a = left if in_registers else describe(left, (ROWS, _ATOM), is_right=False)
+    operand_a = left if in_registers else _Descriptor.of(left, (ROWS, _ATOM), is_right=False)
     registers = [] if acc is None else list(acc.registers.flat)
     for at in range(0, depth, _STEP):
         if in_registers:
@@ -308,10 +306,7 @@ class _Descriptor:
     is_transposed: bool
 
     @classmethod
-    def of(
-        cls, ref: Any, group_size: tuple[int, int], is_right: bool, opaque: bool
-    ) -> "_Descriptor":
-        """`opaque`: LLVM sees a number that it does not know."""
+    def of(cls, ref: Any, group_size: tuple[int, int], is_right: bool) -> "_Descriptor":
         (base, strides), (_, group), fastest = mma_utils.create_descriptor(
             ref,
             swizzle=_SWIZZLE,
@@ -319,9 +314,6 @@ class _Descriptor:
             group_size=group_size,
             logical_k_major=is_right,
         )
-        if opaque:
-            i64 = ir.IntegerType.get_signless(64)
-            base = llvm.inline_asm(i64, [base], "mov.b64 $0, $1;", "=l,l", has_side_effects=True)
         return cls(base, strides[1][0], group, fastest != mma_utils.Dim.K)
 
     def at(self, index: int) -> Any:

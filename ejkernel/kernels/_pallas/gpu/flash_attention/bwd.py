@@ -146,7 +146,6 @@ def plan_of(
         twin=launch.interpreted(),
         in_order=config.sums_in_order(args),
         limits=segment_ranges.limits(args, of_keys=True) if segment_ranges.apply_to(args) else (),
-        persistent=cfg.persistent,
     )
 
 

@@ -5,17 +5,14 @@ of shared memory are constants: with one code for both, a step took 20 % more in
 registers spilled.
 
 There are two of each kernel, with exact weights or without, and a flag in device memory says which
-one has work. A program has one tile, or a list of tiles that the host made; then the warpgroup that
-loads works on the next tile while the others end one.
+one has work.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,7 +43,6 @@ class Refs(NamedTuple):
     shared: Any
     barriers: Any
     tokens: Any = None  # `bwd_tokens.Tokens`, where ids or lengths decide
-    deal: Any = None  # [programs, tiles], where a program has several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,30 +63,25 @@ class AbstractKernel:
         raise NotImplementedError
 
     def place(self, program: Any, tokens: Any) -> Any:
-        """What a program with one tile works on."""
-        raise NotImplementedError
-
-    def place_of_item(self, item: Any, before: Any) -> Any:
-        """What an item of a program's list works on, with the steps `before` it and after it."""
+        """What a program works on."""
         raise NotImplementedError
 
     def load(self, refs: Refs, place: Any) -> None:
-        """The work of the warpgroup that loads, on a tile."""
+        """The work of the warpgroup that loads."""
         raise NotImplementedError
 
     def compute(self, refs: Refs, place: Any, warpgroup: Any) -> None:
-        """The work of one of the others, on a tile."""
+        """The work of one of the others."""
         raise NotImplementedError
 
     def launch(self, operands: Operands, results: Any, tokens: Any = ()) -> Any:
         """Writes results, unless `operands.exact` names the other kernel."""
         shared, barriers = self.scratch()
-        listed = (jnp.asarray(self.plan.dealt),) if self.plan.persistent else ()
         made = launch.launch(
             self,
-            [*operands, *tokens, *listed],
+            [*operands, *tokens],
             updated=results,
-            scratch=[*shared, *_present(barriers).values()],
+            scratch=[*shared, *(x for x in barriers if x is not None)],
             programs=self.programs,
             warpgroups=bwd_plan.WARPGROUPS + 1,
             auto_barriers=False,
@@ -105,20 +96,20 @@ class AbstractKernel:
 
         operands = bundle(Operands)
         tokens = bundle(bwd_tokens.Tokens) if self.plan.limits else None
-        deal = next(taken) if self.plan.persistent else None
-        of_results, of_shared, of_barriers = self.kinds
-        results, shared = bundle(of_results), bundle(of_shared)
-        barriers = of_barriers(**dict(zip(_present(self.scratch()[1]), taken, strict=True)))
-        refs = Refs(operands, results, shared, barriers, tokens, deal)
+        results, shared, barriers = self.kinds
+        refs = Refs(operands, bundle(results), bundle(shared), barriers(*taken), tokens)
         warpgroup = lax.axis_index("warpgroup")
+
+        def place() -> Any:
+            return self.place(lax.axis_index("cta"), tokens)
 
         def load() -> None:
             plgpu.set_max_registers(self.plan.registers[1], action="decrease")
-            self._each_tile(refs, lambda place: self.load(refs, place))
+            self.load(refs, place())
 
         def compute(number: int) -> None:
             plgpu.set_max_registers(self.plan.registers[0], action="increase")
-            self._each_tile(refs, lambda place: self.compute(refs, place, number))
+            self.compute(refs, place(), number)
             plgpu.wait_smem_to_gmem(0)
 
         def body() -> None:
@@ -127,25 +118,3 @@ class AbstractKernel:
             pl.when(warpgroup == bwd_plan.WARPGROUPS)(load)
 
         pl.when(refs.operands.exact[0] == int(self.exact))(body)
-
-    def _each_tile(self, refs: Refs, visit: Callable[[Any], None]) -> None:
-        """Calls visit(place) for each tile of this program."""
-        program = lax.axis_index("cta")
-        if not self.plan.persistent:
-            visit(self.place(program, refs.tokens))
-            return
-
-        def one(index: Any, carry: Any) -> Any:
-            before, item = carry
-            ahead = refs.deal[program, index + 1]
-            place = self.place_of_item(item, before)
-            pl.when(item >= 0)(lambda: visit(place))
-            return place.after, ahead
-
-        first = (jnp.int32(0), refs.deal[program, 0])
-        lax.fori_loop(0, self.plan.rounds, one, first)
-
-
-def _present(bundle: Any) -> dict[str, Any]:
-    """The members that are not None."""
-    return {name: x for name, x in bundle._asdict().items() if x is not None}

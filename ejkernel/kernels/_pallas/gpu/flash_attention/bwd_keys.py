@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._pallas.gpu._blocks import mosaic
-from ejkernel.kernels._pallas.gpu.flash_attention import bwd_kernel, bwd_tiles
+from ejkernel.kernels._pallas.gpu.flash_attention import bwd_kernel, bwd_plan, bwd_tiles
 
 
 class Results(NamedTuple):
@@ -54,7 +54,7 @@ class _Compute(bwd_tiles.Compute):
 
     def _step(self, r: Any, j: Any, sums: Any, masked: bool) -> Any:
         dk, dv = sums
-        slot = self._slot(r * self.place.count + j)
+        slot = bwd_plan.slot(r * self.place.count + j, self.plan.num_stages)
         ds, dv = self._ds(slot, j, dv, masked)
         dk, dv = self.products.keys_alone(ds, self.shared.q.at[slot], dk, dv)
         plgpu.barrier_arrive(self.barriers.read.at[slot])

@@ -58,7 +58,6 @@ class Plan:
     twin: bool  # for JAX's interpreter
     in_order: bool = False  # dq has a kernel of its own, and all sums a fixed order
     limits: tuple[str, ...] = ()  # of keys by `segment_ranges`, where ids or lengths decide
-    persistent: bool = False  # a program works on several tiles of keys
 
     @property
     def group(self) -> int:
@@ -108,37 +107,13 @@ class Plan:
         The (batch, key head) pairs of a section take turns: their queries and gradients of queries
         stay in the L2 cache, and their tiles are enough for nearly all multiprocessors.
         """
-        return _place(program, self.batch, self.key_heads, self.k_tiles, self._width)
-
-    @functools.cached_property
-    def dealt(self) -> np.ndarray:
-        """Tiles of keys of each program in order; number i of pair p is p * k_tiles + i."""
-        pairs = self.batch * self.key_heads
-        programs = min(self.num_programs, pairs * self.k_tiles)
-        return deal.deal(self._steps, pairs, self._width, programs, 1)
-
-    @property
-    def rounds(self) -> int:
-        """How many tiles the program with the most of them has."""
-        return deal.rounds(self.dealt)
-
-    def place_of_item(self, item: Any) -> tuple[Any, Any, Any]:
-        """Batch, key head and tile of a number in `dealt`."""
-        pair, tile = _divmod(item, self.k_tiles)
-        return (*_divmod(pair, self.key_heads), tile)
-
-    @functools.cached_property
-    def _steps(self) -> tuple[int, ...]:
-        """Of each tile of keys; where ids or lengths decide, as many as without them."""
-        first = np.arange(self.k_tiles) * TILE_KEYS
-        blocks = self.reach.blocks(first, first + (TILE_KEYS - 1))
-        return tuple((self.group * (blocks.top - blocks.bottom)).tolist())
-
-    @functools.cached_property
-    def _width(self) -> int:
-        """Pairs of a section."""
         bytes_each = 8 * self.group * self.num_q * self.head_dim  # queries and their gradients
-        return self._balanced(self._steps, self.key_heads, bytes_each)
+        first = np.arange(self.k_tiles) * TILE_KEYS
+        # where ids or lengths decide, as many as without them
+        blocks = self.reach.blocks(first, first + (TILE_KEYS - 1))
+        steps = tuple((self.group * (blocks.top - blocks.bottom)).tolist())
+        width = self._balanced(steps, self.key_heads, bytes_each)
+        return _place(program, self.batch, self.key_heads, self.k_tiles, width)
 
     def _balanced(self, steps: tuple[int, ...], heads: int, bytes_each: int) -> int:
         fitting = max((self.section << 20) // max(bytes_each, 1), 1)

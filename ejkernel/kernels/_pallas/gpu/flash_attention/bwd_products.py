@@ -33,7 +33,6 @@ class Products:
     scale: float
     exact: bool
     cap: float | None = None
-    persistent: bool = False  # steps are in a loop over tiles
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -55,9 +54,9 @@ class Products:
             else:
                 x, dp = mosaic.pinned(mosaic.as_accumulator(rows), dp)
             mosaic.fence()
-            x = self._product(x, k, mosaic.transposed(q))
+            x = mosaic.product(x, k, mosaic.transposed(q))
             mosaic.commit()
-            dp = self._product(dp, v, mosaic.transposed(dout))
+            dp = mosaic.product(dp, v, mosaic.transposed(dout))
             mosaic.commit()
             mosaic.wait(1)
             x = mosaic.as_wgmma(mosaic.pinned(x))
@@ -79,8 +78,8 @@ class Products:
             dp = mosaic.as_accumulator(mosaic.along_columns(neg_delta, self.tile))
             dp = mosaic.pinned(dp)
             mosaic.fence()
-            x = self._product(None, k, mosaic.transposed(q))
-            dp = self._product(dp, v, mosaic.transposed(dout))
+            x = mosaic.product(None, k, mosaic.transposed(q))
+            dp = mosaic.product(dp, v, mosaic.transposed(dout))
             mosaic.commit()
             mosaic.wait(0)
             x, dp = mosaic.pinned(x, dp)
@@ -108,7 +107,7 @@ class Products:
             # rounding weights while a product is under way makes ptxas serialise all of them
             rounded, dv = mosaic.pinned(mosaic.to_bfloat16(p), dv)
             mosaic.fence()
-            dv = self._product(dv, rounded, dout)
+            dv = mosaic.product(dv, rounded, dout)
             mosaic.commit()
             return mosaic.pinned(mosaic.to_bfloat16(p * dp)), dv
 
@@ -122,7 +121,7 @@ class Products:
         @mosaic.inlined(types, (_sums(dk.shape), _sums(dv.shape)))
         def issue(ds: Any, q: Any, dk: Any, dv: Any) -> Any:
             mosaic.fence()
-            dk = self._product(dk, ds, q)
+            dk = mosaic.product(dk, ds, q)
             mosaic.commit()
             mosaic.wait(0)
             return tuple(mosaic.pinned(dk, dv))
@@ -136,9 +135,9 @@ class Products:
         @mosaic.inlined(types, (_sums(dk.shape), _sums(dv.shape), _sums(PART)))
         def issue(ds: Any, q: Any, dk: Any, dv: Any, before: Any, k: Any) -> Any:
             mosaic.fence()
-            dq = self._product(None, mosaic.transposed(before), k)
+            dq = mosaic.product(None, mosaic.transposed(before), k)
             mosaic.commit()
-            dk = self._product(dk, ds, q)
+            dk = mosaic.product(dk, ds, q)
             mosaic.commit()
             mosaic.wait(1)
             dq, dv = mosaic.pinned(dq, dv)
@@ -152,16 +151,12 @@ class Products:
         @mosaic.inlined((mosaic.TILE, mosaic.TILE), (_sums(PART),))
         def issue(ds: Any, k: Any) -> Any:
             mosaic.fence()
-            dq = self._product(None, mosaic.transposed(ds), k)
+            dq = mosaic.product(None, mosaic.transposed(ds), k)
             mosaic.commit()
             mosaic.wait(0)
             return (mosaic.pinned(dq),)
 
         return issue(ds, k)[0]
-
-    def _product(self, acc: Any, left: Any, right: Any) -> Any:
-        """Inside an inlined function."""
-        return mosaic.product(acc, left, right, addressed_here=self.persistent)
 
     def finish(self, sums: Any) -> Any:
         """Waits for all that is under way; `sums` is the last of it."""

@@ -4,8 +4,7 @@ A program holds 128 keys, 64 in each of two warpgroups, and passes the blocks of
 them, for all query heads of its key head. dk and dv stay in registers. ds [keys, queries] goes to
 shared memory once: it is an operand of dk in the same step and of dq in the next, so that
 warpgroups do not wait for each other within a step. TMA adds dq in device memory, in an order that
-varies from run to run. A third warpgroup loads queries and cotangents; those of a program's next
-tile while the others end one.
+varies from run to run. A third warpgroup loads queries and cotangents.
 """
 
 from typing import Any, NamedTuple
@@ -62,22 +61,16 @@ class Barriers(NamedTuple):
     loaded: Any
     read: Any
     raw: Any = None  # of tiles with padding, where ids or lengths decide
-    keys_free: Any = None  # where a program has several tiles
 
 
 class Place(NamedTuple):
-    """What a program works on: `count` blocks of queries for each head of a group.
-
-    Each of them is a step; so many of them are `before` those of this tile in its program.
-    """
+    """What a program works on: `count` blocks of queries for each head of a group."""
 
     batch: Any
     key_head: Any
     tile: Any
     bounds: bwd_plan.Bounds
     count: Any
-    before: Any
-    after: Any  # `before` of the next tile
 
 
 class Kernel(bwd_kernel.AbstractKernel):
@@ -88,13 +81,10 @@ class Kernel(bwd_kernel.AbstractKernel):
     @property
     def products(self) -> bwd_products.Products:
         kind = bwd_products.Twin if self.plan.twin else bwd_products.Products
-        plan = self.plan
-        return kind(plan.block_q, plan.scale, self.exact, plan.cap, plan.persistent)
+        return kind(self.plan.block_q, self.plan.scale, self.exact, self.plan.cap)
 
     @property
     def programs(self) -> int:
-        if self.plan.persistent:
-            return len(self.plan.dealt)
         return self.plan.batch * self.plan.key_heads * self.plan.k_tiles
 
     def scratch(self) -> tuple[Any, Any]:
@@ -126,9 +116,6 @@ class Kernel(bwd_kernel.AbstractKernel):
             loaded=plgpu.Barrier(num_arrivals=4, num_barriers=stages),
             read=plgpu.Barrier(num_arrivals=bwd_plan.WARPGROUPS, num_barriers=stages),
             raw=plgpu.Barrier(num_arrivals=2) if self.plan.limits else None,
-            keys_free=plgpu.Barrier(num_arrivals=bwd_plan.WARPGROUPS)
-            if self.plan.persistent
-            else None,
         )
 
     def place(self, program: Any, tokens: Any) -> Place:
@@ -137,48 +124,34 @@ class Kernel(bwd_kernel.AbstractKernel):
             bounds = self.plan.bounds(tile)
         else:
             bounds = bwd_tokens.bounds(tokens, batch, tile)
-        count = bounds.last - bounds.first
-        return Place(batch, key_head, tile, bounds, count, 0, None)
-
-    def place_of_item(self, item: Any, before: Any) -> Place:
-        is_tile = item >= 0
-        batch, key_head, tile = self.plan.place_of_item(jnp.maximum(item, 0))
-        bounds = self.plan.bounds(tile)
-        count = bounds.last - bounds.first
-        after = before + jnp.where(is_tile, self.plan.group * count, 0)
-        return Place(batch, key_head, tile, bounds, count, before, after)
+        return Place(batch, key_head, tile, bounds, bounds.last - bounds.first)
 
     def compute(self, refs: bwd_kernel.Refs, place: Place, warpgroup: Any) -> None:
         Compute(self, refs, place, warpgroup).run()
 
     def load(self, refs: bwd_kernel.Refs, place: Place) -> None:
         """Copies a tile of keys, then blocks of queries as fast as they are read."""
-        plan, (operands, _, shared, barriers, tokens, _) = self.plan, refs
+        plan, (operands, _, shared, barriers, tokens) = self.plan, refs
         keys = pl.ds(place.tile * bwd_plan.TILE_KEYS, bwd_plan.TILE_KEYS)
         at = (place.batch, keys, place.key_head)
         tiles = ((operands.k.at[at], shared.k), (operands.v.at[at], shared.v))
-
-        def load_keys() -> None:
-            if plan.persistent:
-                pl.when(place.before > 0)(lambda: plgpu.barrier_wait(barriers.keys_free))
-            if tokens is None:
-                for source, smem in tiles:
-                    plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
-            else:
-                ids = tokens.keys.at[place.batch, keys]
-                is_padded = tokens.key_padding[place.batch, place.tile] > 0
-                bwd_tokens.load_tiles(tiles, ids, is_padded, barriers.raw, barriers.keys_loaded)
+        if tokens is None:
+            for source, smem in tiles:
+                plgpu.copy_gmem_to_smem(source, smem, barriers.keys_loaded)
+        else:
+            ids = tokens.keys.at[place.batch, keys]
+            is_padded = tokens.key_padding[place.batch, place.tile] > 0
+            bwd_tokens.load_tiles(tiles, ids, is_padded, barriers.raw, barriers.keys_loaded)
 
         def block(number: Any, head: Any, j: Any) -> None:
-            loads = place.before + number
-            slot = bwd_plan.slot(loads, plan.num_stages)
+            slot = bwd_plan.slot(number, plan.num_stages)
             rows = pl.ds((place.bounds.first + j) * plan.block_q, plan.block_q)
             tile, vector = (place.batch, rows, head), (place.batch, head, rows)
 
             is_padded = None
             if tokens is not None:  # read early: copies would wait for it
                 is_padded = tokens.query_padding[place.batch, place.bounds.first + j] > 0
-            is_used = loads >= plan.num_stages
+            is_used = number >= plan.num_stages
             pl.when(is_used)(lambda: plgpu.barrier_wait(barriers.read.at[slot]))
             loaded = barriers.loaded.at[slot]
             copies = [
@@ -193,11 +166,6 @@ class Kernel(bwd_kernel.AbstractKernel):
                 copies = copies[1::2]
             for gmem, smem in copies:
                 plgpu.copy_gmem_to_smem(gmem, smem, loaded)
-            if plan.persistent:  # later: the tile before may still need the memory of its keys
-                pl.when(number == 0)(load_keys)
-
-        if not plan.persistent:
-            load_keys()
 
         def of_head(r: Any, carry: None) -> None:
             first, head = r * place.count, place.key_head * plan.group + r
@@ -221,7 +189,6 @@ class Compute:
 
     def run(self) -> None:
         plgpu.barrier_wait(self.barriers.keys_loaded)
-        # not earlier: the other warpgroup waits here for what belongs to the tile before
         for buffer in range(_BUFFERS):
             self._signal("arrive", _FREE, self.other, buffer)
         dk, dv = self._heads(self._first_step(*self._zeros()))
@@ -274,7 +241,7 @@ class Compute:
         return sums
 
     def _first_step(self, dk: Any, dv: Any) -> Any:
-        slot, zero = self._slot(jnp.int32(0)), jnp.int32(0)
+        slot, zero = jnp.int32(0), jnp.int32(0)
         ds, dv = self._ds(slot, zero, dv, self.plan.masks)
         self._publish_ds(ds, zero)
         own, q = self.shared.ds.at[0, self.own], self.shared.q.at[slot]
@@ -285,7 +252,7 @@ class Compute:
     def _step(self, r: Any, j: Any, sums: Any, masked: bool) -> Any:
         dk, dv = sums
         number = r * self.place.count + j
-        slot = self._slot(number)
+        slot = bwd_plan.slot(number, self.plan.num_stages)
         ds, dv = self._ds(slot, j, dv, masked)
         self._publish_ds(ds, number)
         before = self._ds_of(number - 1)
@@ -301,10 +268,6 @@ class Compute:
         dk = self.products.finish(dk)
         plgpu.barrier_arrive(self.barriers.read.at[slot])
         return dk, dv
-
-    def _slot(self, number: Any) -> Any:
-        """Where the queries of a step are."""
-        return bwd_plan.slot(self.place.before + number, self.plan.num_stages)
 
     def _ds(self, slot: Any, j: Any, dv: Any, masked: bool) -> Any:
         """ds [keys, queries], and dv with the product of this step under way."""
@@ -393,10 +356,6 @@ class Compute:
         mosaic.publish(self.barrier)
         plgpu.copy_smem_to_gmem(k, self.results.dk.at[at])
         plgpu.copy_smem_to_gmem(v, self.results.dv.at[at])
-        if self.plan.persistent:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            mosaic.named_barrier("sync", self.barrier, mosaic.WARPGROUP)
-            plgpu.barrier_arrive(self.barriers.keys_free)
 
     def _signal(self, operation: str, kind: int, warpgroup: Any, buffer: Any) -> None:
         """At the barrier of a kind on which a warpgroup waits for a buffer."""

@@ -36,8 +36,6 @@ class Config:
     turns: bool = True  # warpgroups issue their products one after the other
     section: int = 32  # MiB of keys and values that programs work on at a time
     num_programs: int = 132  # one a multiprocessor
-    # programs of backward work on several tiles; those of forward always do
-    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.block_q not in (32, 64, 128, 192):
@@ -197,12 +195,6 @@ def misfit(args: Any, direction: str, cfg: Config, target: Target | None) -> str
             return f"needs {block_q} queries and 128 keys in a tile"
         if reason := cfg.lacks_registers(BACKWARD_WARPGROUPS):
             return reason
-        if cfg.persistent and sums_in_order(args):
-            return "`persistent` is for one kernel of all gradients; this call takes two"
-        if cfg.persistent and segment_ranges.apply_to(args):
-            return "`persistent` needs lists of tiles that no ids or lengths change"
-    elif cfg.persistent:
-        return "`persistent` is for backward; programs of forward always have several tiles"
     elif not cfg.warpgroups:
         return "needs 64 queries or more in a tile"
     limit = _device.shared_memory(probe.CAPABILITY)

@@ -280,17 +280,16 @@ class Kernel:
             self._signals(warpgroup, slot),
             self.twin,
         )
-        x = self._logits(s)
         sums, reference = state.sums, state.reference
         hide = functools.partial(self._hidden, at=at, j=j, mask=mask)
         if running:
-            x = hide(x)
+            x = hide(self._logits(s))
             reference = jnp.maximum(reference, jnp.max(x, axis=1) * self.unit)
             alpha = jnp.exp2(self._bits(state.reference - self._finite(reference)))
             sums = sums * _along_rows(alpha, sums.shape)
             p, sums = self._weights(x, self._finite(reference), sums)
         else:  # a mask between the product and the difference would keep them from being fused
-            p, sums = self._weights(x, reference, sums, hide)
+            p, sums = self._summed(hide(self._exponents(s, reference)), sums)
         weights, sums, acc = steps.settle(p, sums, acc, self.twin)
         self._free_values(before)
         if running:
@@ -310,11 +309,23 @@ class Kernel:
         """Scores [64, bk] with a cap."""
         if self.call.cap is None:
             return s
-        # cap * tanh(y / cap) = cap - 2 cap / (1 + exp(2 y / cap)): the instruction for tanh has
-        # 11 bits. A division takes ten instructions, the square of rsqrt two.
-        grown = jnp.exp2(s * (2.0 * _LOG2_E * self.call.scale / self.call.cap))
-        root = lax.rsqrt(1.0 + grown)
-        return self.call.cap - (2.0 * self.call.cap) * (root * root)
+        return self.call.cap - (2.0 * self.call.cap) * self._share(s, self.call.cap)
+
+    def _share(self, s: jax.Array, cap: float) -> jax.Array:
+        """1 / (1 + exp(2 y / cap)) of scores y: cap * tanh(y / cap) is cap - 2 cap times this.
+
+        The instruction for tanh has 11 bits. A division takes ten, the square of rsqrt two.
+        """
+        root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * _LOG2_E * self.call.scale / cap)))
+        return root * root
+
+    def _exponents(self, s: jax.Array, reference: jax.Array) -> jax.Array:
+        """Scores [64, bk] with a cap, less a fixed reference, in bits."""
+        if self.call.cap is None:
+            return s * self.unit - _along_rows(reference, s.shape)
+        most = self.call.cap * self.unit  # less the reference, this is one number a row
+        rest = _along_rows(most - reference, s.shape)
+        return rest - (2.0 * most) * self._share(s, self.call.cap)
 
     def _hidden(self, x: jax.Array, at: Any, j: Any, mask: str | None) -> jax.Array:
         """Values [64, bk] of block j, -inf where rows do not see keys."""
@@ -324,11 +335,12 @@ class Kernel:
         row = tile.row + warpgroup * _ROWS
         return jnp.where(self.masks.seen(refs, tile, row, j, mask), x, -jnp.inf)
 
-    def _weights(
-        self, x: Any, reference: Any, sums: Any, hide: Any = lambda x: x
-    ) -> tuple[jax.Array, jax.Array]:
-        """exp2(x - reference) [64, bk] in float32, and their sums; `hide` masks the exponents."""
-        p = jnp.exp2(hide(self._bits(x * self.unit - _along_rows(reference, x.shape))))
+    def _weights(self, x: Any, reference: Any, sums: Any) -> tuple[jax.Array, jax.Array]:
+        """exp2(x - reference) [64, bk] in float32, and their sums."""
+        return self._summed(self._bits(x * self.unit - _along_rows(reference, x.shape)), sums)
+
+    def _summed(self, exponents: Any, sums: Any) -> tuple[jax.Array, jax.Array]:
+        p = jnp.exp2(exponents)
         return p, mosaic.partial_sums(p, sums, self.twin)
 
     def _natural(self, reference: jax.Array) -> jax.Array:
