@@ -12,13 +12,16 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._blocks import parts
 from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 
+_OF_DQ = ("dq_block_q", "dq_block_k", "dq_warps", "dq_stages", "dq_registers")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_launch.LaunchConfig):
     """Queries and keys in a tile, warps to a program, depth of the pipeline.
 
     Backward over keys holds `block_k` keys and passes `block_q` queries; backward over queries has
-    the two sizes exchanged, unless it has sizes, warps and stages of its own.
+    the two sizes exchanged, unless it has sizes, warps and stages of its own, and with them a limit
+    of registers: `max_registers` is not for it.
     """
 
     block_q: int
@@ -27,9 +30,10 @@ class Config(_launch.LaunchConfig):
     dq_block_k: int = 0
     dq_warps: int = 0
     dq_stages: int = 0
+    dq_registers: int = 0
 
     def __post_init__(self) -> None:
-        own = any((self.dq_block_q, self.dq_block_k, self.dq_warps, self.dq_stages))
+        own = any(getattr(self, name) for name in _OF_DQ)
         names = ("block_q", "block_k", *(("dq_block_q", "dq_block_k") if own else ()))
         _launch.check_blocks(self, *names)
         super().__post_init__()
@@ -69,13 +73,11 @@ def _shared_bytes(
     return size * (resident + stages * streamed * (d + e)) + stages * tile * widths
 
 
-_NAMES = (
-    *("block_q", "block_k", "num_warps", "num_stages", "max_registers"),
-    *("dq_block_q", "dq_block_k", "dq_warps", "dq_stages"),
-)
+_NAMES = ("block_q", "block_k", "num_warps", "num_stages", "max_registers", *_OF_DQ)
 # Most columns of queries or values, and of both together. Best first: measured on an H200 with 16k
 # tokens (docs/measured.md); those of 96 and 192 columns by what compilers say. 128 registers let
-# four programs of 64 x 64 tiles share a multiprocessor at d = 64, 168 three of 64 x 32 at d = 128.
+# four programs of 64 x 64 tiles share a multiprocessor at d = 64, 168 three of 64 x 32 at d = 128,
+# and 128 two of the pass over queries with 128 x 32.
 _GUESSES = {
     (FORWARD, 64, 128): (
         (64, 64, 4, 3, 128),
@@ -131,7 +133,7 @@ _GUESSES = {
     ),
     (BACKWARD, 96, 192): (
         (64, 64, 4, 2, 0, 128, 64, 8, 3),
-        (64, 64, 4, 2, 0, 128, 32, 8, 3),
+        (64, 64, 4, 2, 0, 128, 32, 8, 3, 128),
         (64, 128, 8, 3, 0),
         (64, 64, 4, 2, 0),
         (32, 64, 4, 3, 0),
@@ -139,7 +141,7 @@ _GUESSES = {
     ),
     (BACKWARD, 128, 256): (
         (64, 64, 4, 2, 0, 128, 64, 8, 3),
-        (64, 64, 4, 2, 0, 128, 32, 8, 3),
+        (64, 64, 4, 2, 0, 128, 32, 8, 3, 128),
         (64, 128, 8, 3, 0),
         (64, 64, 4, 2, 0),
         (32, 64, 4, 3, 0),
@@ -191,7 +193,7 @@ def candidates(args: Any, direction: str, target: Target) -> Sequence[Config]:
     guesses = [Config(**dict(zip(_NAMES, x, strict=False))) for x in _guesses(args, direction)]
     extras = (args.bias, args.attention_mask, args.alibi_slopes, args.dropout_prob or None)
     if _launch.is_amd(target) or any(x is not None for x in extras):  # these need registers
-        guesses = [dataclasses.replace(c, max_registers=0) for c in guesses]
+        guesses = [dataclasses.replace(c, max_registers=0, dq_registers=0) for c in guesses]
     if direction != FORWARD and args.bias is not None:
         # tiles of the bias and of its gradient: larger ones spill up to 1 kB a thread
         guesses = [dataclasses.replace(c, block_q=max(c.block_q // 2, 32)) for c in guesses]
@@ -255,7 +257,7 @@ def testing(args: Any, direction: str) -> Config:
 
 def from_params(guess: Config, settings: dict[str, int]) -> Config:
     """The guess with the caller's own sizes, which hold for both passes of backward."""
-    own = dict.fromkeys(("dq_block_q", "dq_block_k", "dq_warps", "dq_stages"), 0)
+    own = dict.fromkeys(_OF_DQ, 0)
     return _launch.from_params(guess, own | settings, tile=("block_q", "block_k"))
 
 
@@ -268,6 +270,7 @@ def over_queries(cfg: Config) -> Config:
         block_k=cfg.dq_block_k,
         num_warps=cfg.dq_warps,
         num_stages=cfg.dq_stages,
+        max_registers=cfg.dq_registers,
     )
 
 
