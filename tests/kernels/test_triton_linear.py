@@ -1,5 +1,6 @@
 """The linear recurrence in Triton: blocks, gates of any strength, a few tokens, memory."""
 
+import dataclasses
 import functools
 import math
 
@@ -270,12 +271,12 @@ def test_one_pass_fills_a_device_and_is_refused_where_it_cannot_serve():
 # Memory
 
 
-def shapes(op, t, d, groups, dtype="bfloat16"):
+def shapes(op, t, d, groups, dtype="bfloat16", b=1):
     """A training call of 16 heads."""
     heads = {"query": 16, "key": groups, "value": groups}
-    values = {n: jax.ShapeDtypeStruct((1, t, h, d), dtype) for n, h in heads.items()}
+    values = {n: jax.ShapeDtypeStruct((b, t, h, d), dtype) for n, h in heads.items()}
     if op == "gla":
-        return values | {"gk": jax.ShapeDtypeStruct((1, t, 16, d), dtype)}
+        return values | {"gk": jax.ShapeDtypeStruct((b, t, 16, d), dtype)}
     return values | {"g_gamma": jax.ShapeDtypeStruct((16,), "float32")}
 
 
@@ -379,3 +380,17 @@ def test_8192_tokens_in_bfloat16_with_gates_down_to_minus_20(gates):
         rms = lambda x: np.sqrt(np.mean(np.square(x)))
         allowed = 2 * rms(rounded - oracle) + 2 * float(jnp.finfo(jnp.bfloat16).eps) * rms(oracle)
         assert rms(actual - oracle) <= allowed
+
+
+@pytest.mark.parametrize(("op", "gate"), [("lightning", "g_gamma"), ("gla", "gk")])
+def test_a_config_of_more_rows_leaves_devices_idle(op, gate):
+    """Fewer programs than multiprocessors made a call with one row twice as slow on an H200."""
+    of = lambda b, t: SPEC.args(**shapes(op, t, 64, 16, b=b), softmax_scale=1.0)
+    many, one = of(8, 2048), of(1, 16384)
+    assert getattr(many, gate) is not None
+    (cfg, *_) = config.candidates(many, "forward", H200)
+    cfg = dataclasses.replace(cfg, state_d=64, state_e=64)
+    assert config.misfit(many, "forward", cfg, H200) is None
+    assert "too few programs" in config.misfit(one, "forward", cfg, H200)
+    for found in config.candidates(one, "forward", H200):
+        assert config.misfit(one, "forward", found, H200) is None
