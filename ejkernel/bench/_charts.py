@@ -17,11 +17,11 @@ from ejkernel.bench._results import OURS, Document, Program, Row
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "benchmarks" / "results"
 CHARTS = _ROOT / "docs" / "charts"
-_HASH = re.compile(r"<!-- results: (\S+) ([0-9a-f]{64}) -->")
+_HASHES = re.compile(r"<!-- results: (.+) -->")
 _COLUMN, _GAP, _MARGIN, _TITLE, _HEAD = 340, 28, 20, 56, 26
 _MODES = ("fwd", "fwd+bwd")
-# settings of a peer that only show what its best one is worth
-_LEFT_OUT = ("public as set", "public unset")
+# settings of a peer that only show what its best one is worth, and our own past
+_LEFT_OUT = ("public as set", "public unset", "version 8")
 # the rows of a file that README shows
 _SUMMARY = {
     "gpu_attention_hopper.json": (
@@ -41,33 +41,42 @@ def results() -> dict[pathlib.Path, Document]:
 
 
 def charts() -> dict[pathlib.Path, str]:
-    """The files and what they should hold."""
-    made = {}
-    for path, document in results().items():
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        shown = [row for row in document.rows if row.workload in _SUMMARY.get(path.name, ())]
-        if shown:
-            made[CHARTS / "summary.svg"] = chart(document, shown, f"{path.name} {digest}")
-        for op in dict.fromkeys(row.op for row in document.rows):
-            rows = [row for row in document.rows if row.op == op and _programs(row)]
-            times = [row for row in rows if row.unit in ("ms", "cycles")]
-            if times:
-                file = CHARTS / f"{op}-{_slug(document)}.svg"
-                made[file] = chart(document, times, f"{path.name} {digest}")
-    return made
+    """The files and what they should hold: of each row that was measured twice, the newer one."""
+    found: dict[pathlib.Path, dict[tuple[str, str], tuple[pathlib.Path, Document, Row]]] = {}
+    for path, document in sorted(results().items(), key=lambda one: one[1].date):
+        for row in document.rows:
+            if row.unit not in ("ms", "cycles"):
+                continue
+            if all(program.kind == OURS for program in _programs(row)):  # or there is none
+                continue
+            files = [CHARTS / f"{row.op}-{_slug(document)}.svg"]
+            if row.workload in _SUMMARY.get(path.name, ()):
+                files.append(CHARTS / "summary.svg")
+            for file in files:
+                rows = found.setdefault(file, {})
+                rows[row.workload, row.mode] = path, document, row
+    return {file: _chart_of(list(rows.values())) for file, rows in found.items()}
+
+
+def _chart_of(rows: Sequence[tuple[pathlib.Path, Document, Row]]) -> str:
+    documents = {path: document for path, document, _ in rows}
+    digests = [f"{x.name} {hashlib.sha256(x.read_bytes()).hexdigest()}" for x in sorted(documents)]
+    return chart(list(documents.values()), [row for *_, row in rows], ", ".join(digests))
 
 
 def stale() -> list[str]:
     """Charts that are missing, or that were not made from the results that are here now."""
     said = []
     for file in charts():
-        found = _HASH.search(file.read_text()) if file.exists() else None
+        found = _HASHES.search(file.read_text()) if file.exists() else None
         if found is None:
             said.append(f"{file.name} is missing")
             continue
-        results_file = RESULTS / found[1]
-        if hashlib.sha256(results_file.read_bytes()).hexdigest() != found[2]:
-            said.append(f"{file.name} is older than {found[1]}")
+        for one in found[1].split(", "):
+            name, digest = one.split(" ")
+            now = RESULTS / name
+            if not now.exists() or hashlib.sha256(now.read_bytes()).hexdigest() != digest:
+                said.append(f"{file.name} is older than {name}")
     return said
 
 
@@ -93,7 +102,7 @@ def _name(program: Program) -> str:
     return "public ejkernel" if program.name == "public" else program.name
 
 
-def chart(document: Document, rows: Sequence[Row], digest: str) -> str:
+def chart(documents: Sequence[Document], rows: Sequence[Row], digests: str) -> str:
     """One SVG: bars of each workload, the forward on the left, with its backward on the right."""
     names = dict.fromkeys(row.workload for row in rows)
     parts, y = [], _TITLE
@@ -112,8 +121,11 @@ def chart(document: Document, rows: Sequence[Row], digest: str) -> str:
             tallest = max(tallest, _svg.height(len(programs)))
         y += _HEAD + tallest + 14
     width = 2 * _MARGIN + 2 * _COLUMN + _GAP
-    title = f"{rows[0].op} on {document.model}"
-    said = f"{document.date[:10]}; jax {document.versions.get('jax', '?')}; longer is faster"
+    title = f"{rows[0].op} on {documents[0].model}"
+    days = sorted({document.date[:10] for document in documents})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    versions = ", ".join(sorted({document.versions.get("jax", "?") for document in documents}))
+    said = f"{when}; jax {versions}; longer is faster"
     style = (
         f"svg{{{_svg.LIGHT}}}@media(prefers-color-scheme:dark){{svg{{{_svg.DARK}}}}}{_svg.BARS}"
         ".head{font-size:14px;font-weight:600;fill:var(--ink)}"
@@ -122,7 +134,7 @@ def chart(document: Document, rows: Sequence[Row], digest: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" '
         f'height="{y}" role="img" aria-label="{html.escape(title)}">\n'
-        f"<!-- results: {digest} -->\n<style>{style}</style>\n"
+        f"<!-- results: {digests} -->\n<style>{style}</style>\n"
         f'<rect class="page" width="{width}" height="{y}" rx="10"/>'
         f'<text class="title" x="{_MARGIN}" y="28">{html.escape(title)}</text>'
         f'<text class="value" x="{_MARGIN}" y="46">{html.escape(said)}</text>\n'

@@ -261,6 +261,24 @@ def test_a_chart_older_than_its_results_is_found(tmp_path, monkeypatch):
     assert [p.name for p in charts.iterdir()] == ["flash_attention-here.svg"]
 
 
+def test_a_chart_has_the_newest_of_rows_that_were_measured_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(_charts, "RESULTS", tmp_path)
+    replace = msgspec.structs.replace
+    made = sample()
+    row = made.rows[0]
+    past = replace(row, programs=[replace(p, median=7 * (p.median or 1)) for p in row.programs])
+    others = replace(past, workload="another call")
+    write(tmp_path / "a.json", replace(made, date="2031-02-01", rows=[row]))
+    write(tmp_path / "b.json", replace(made, date="2031-01-01", rows=[past, others]))
+    (text,) = _charts.charts().values()
+    assert re.findall(r'class="head"[^>]*>([^<]+)<', text) == [row.workload, "another call"]
+    assert "2031-01-01 to 2031-02-01" in text
+    times = lambda svg: re.findall(r"[\d.,]+ ms", svg)
+    apart = [times(_charts.chart([made], [one], "")) for one in (row, others)]
+    assert apart[0] != apart[1]
+    assert times(text) == [*apart[0], *apart[1]]
+
+
 def test_documents_show_charts_that_exist():
     root = pathlib.Path(__file__).parents[2]
     shown = set()
