@@ -14,6 +14,8 @@ from ejkernel.ops.core.kernel import BACKWARD, FORWARD
 # relative to the largest value of an array
 _TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 _SIZES = ("block_q", "block_k", "block_m", "block_t")
+# On a CPU the oracle spends most of its time in the compiler.
+_QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 
 class _Solved(threading.local):
@@ -96,8 +98,9 @@ def _key(spec: Any, args: Any, wanted: tuple[str, ...]) -> str:
 def _solve(spec: Any, args: Any, wanted: tuple[str, ...], target: Any) -> _oracle.Problem:
     key = _key(spec, args, wanted)
     if _solved.problem is None or _solved.key != key:
+        options = _QUICK if target.kind == "cpu" else _oracle.compiler_options(target)
         _solved.problem = None  # makes room before the next one is solved
-        _solved.key, _solved.problem = key, _oracle.solve_beside(target, spec, args, wanted)
+        _solved.key, _solved.problem = key, _oracle.solve(spec, args, wanted, options)
     return _solved.problem
 
 

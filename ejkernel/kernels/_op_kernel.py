@@ -356,7 +356,7 @@ def _solve_once(
         future: concurrent.futures.Future[_oracle.Problem] = concurrent.futures.Future()
         _solved[key] = shapes, future
     try:
-        future.set_result(_oracle.solve_beside(target, spec, args, wanted))
+        future.set_result(_oracle.solve(spec, args, wanted, _oracle.compiler_options(target)))
     except BaseException as error:
         _solved.pop(key, None)
         future.set_exception(error)

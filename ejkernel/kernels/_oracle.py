@@ -34,6 +34,17 @@ class Problem:
     magnitudes: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
+def compiler_options(target: Any) -> dict[str, Any] | None:
+    """How an oracle is compiled for a device.
+
+    XLA tries several kernels for every matrix product on a GPU, which takes longer than the whole
+    comparison; the oracle runs once, and needs the right numbers only.
+    """
+    if target is None or target.kind != "gpu":
+        return None
+    return {"xla_gpu_autotune_level": 0}
+
+
 def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None) -> Problem:
     """Runs the oracle and the naive code on concrete arguments; `options` go to the compiler."""
     outputs = jax.eval_shape(lambda: spec.reference_fn()(args))
@@ -49,32 +60,6 @@ def solve(spec: OpSpec, args: Any, wanted: tuple[str, ...], options: Any = None)
         wide_args, wide_cotangents = _cast((args, cotangents), wider)
         oracle, sizes = _reference(spec, wide_args, wide_cotangents, wanted, options, sizes=True)
     return Problem(args, cotangents, wanted, oracle, naive, sizes)
-
-
-# On a CPU an oracle spends most of its time in the compiler.
-QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-# XLA tries several kernels for every matrix product on a GPU, which takes longer than the whole
-# comparison; the oracle runs once, and needs the right numbers only.
-_ON_A_GPU = {"xla_gpu_autotune_level": 0}
-
-
-def solve_beside(target: Any, spec: OpSpec, args: Any, wanted: tuple[str, ...]) -> Problem:
-    """The answer for a call on a device; that of a GPU is made by the CPU, if JAX has it.
-
-    XLA's compiler for GPUs takes minutes for some oracles, such as one of latent attention over
-    pages with 128 heads.
-    """
-    kind = None if target is None else target.kind
-    if kind != "gpu":
-        return solve(spec, args, wanted, QUICK if kind == "cpu" else None)
-    try:
-        (cpu, *_) = jax.local_devices(backend="cpu")
-    except RuntimeError:  # JAX was told to use the GPU alone
-        return solve(spec, args, wanted, _ON_A_GPU)
-    with jax.default_device(cpu):
-        made = solve(spec, jax.device_put(args, cpu), wanted, QUICK)
-    cotangents = tuple(jnp.asarray(np.asarray(x)) for x in made.cotangents)
-    return dataclasses.replace(made, args=args, cotangents=cotangents)
 
 
 def _leading_dtype(args: Any) -> Any:

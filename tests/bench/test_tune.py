@@ -320,46 +320,29 @@ def test_tables_that_ship_are_written_from_records(tmp_path, folder):
 # Oracles on a GPU
 
 
-GPU = _device.Target("gpu", "NVIDIA H200", "9.0")
+def test_oracles_are_compiled_without_tuned_products_on_a_gpu(monkeypatch):
+    gpu = _device.Target("gpu", "NVIDIA H200", "9.0")
+    options = _oracle.compiler_options(gpu)
+    assert options == {"xla_gpu_autotune_level": 0}
+    assert _oracle.compiler_options(_device.Target("cpu", "here")) is None
+    # the compiler knows the name, on every backend
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(2)).sum() == 4
+    asked = []
 
+    def solve(spec, args, wanted, options=None):
+        asked.append(options)
+        raise RuntimeError("far enough")
 
-@pytest.fixture
-def asked(monkeypatch):
-    """What the compiler of each oracle is told, and where oracles run."""
-    found, solve = [], _oracle.solve
-
-    def told(spec, args, wanted, options=None):
-        found.append((options, jax.config.jax_default_device))
-        known = None if options == _oracle._ON_A_GPU else options
-        return solve(spec, args, wanted, known)
-
-    monkeypatch.setattr(_oracle, "solve", told)
+    monkeypatch.setattr(_op_kernel._oracle, "solve", solve)
     monkeypatch.setattr(_op_kernel, "_solved", {})
-    return found
-
-
-@pytest.mark.parametrize("only_a_gpu", [False, True])
-def test_a_cpu_answers_for_a_gpu(asked, monkeypatch, only_a_gpu):
     inv = _tune_worker.invocations(REQUEST)[0]
     (entry,) = (e for e in kernel_registry.list("flash_attention") if e.platform == "xla")
-    cpu = jax.devices("cpu")[0]
-
-    def no_device(backend=None):
-        raise RuntimeError(f"there is no {backend}")
-
-    if only_a_gpu:
-        monkeypatch.setattr(jax, "local_devices", no_device)
-    object.__setattr__(inv, "target", GPU)
-    config = entry.heuristic(inv.call)
-    assert inv.kernel.check_candidate(inv, entry.implementation(GPU), config) is None
-    # XLA would try several kernels for each product of an oracle that a GPU has to compile
-    alone = {"xla_gpu_autotune_level": 0}, None
-    assert asked == [alone if only_a_gpu else (_oracle.QUICK, cpu)]
-
-
-def test_options_of_oracles_are_known_to_the_compiler():
-    for options in (_oracle.QUICK, _oracle._ON_A_GPU):
-        assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(2)).sum() == 4
+    implementation = entry.implementation(gpu)
+    for target in (gpu, _device.find()):
+        object.__setattr__(inv, "target", target)
+        with pytest.raises(RuntimeError, match="far enough"):
+            inv.kernel.check_candidate(inv, implementation, entry.heuristic(inv.call))
+    assert asked == [options, None]
 
 
 @pytest.mark.slow

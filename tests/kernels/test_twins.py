@@ -169,3 +169,24 @@ def test_the_twin_of_a_small_call_has_its_shapes():
         twin = kernel_registry.spec(op).reduced(call, 128)
         for name, array in call.arrays().items():
             assert all(m <= n for m, n in zip(twin.arrays()[name].shape, array.shape, strict=True))
+
+
+def test_oracles_over_pages_repeat_no_keys_for_heads():
+    """XLA's compiler for GPUs took minutes where each of 128 heads had a copy of all keys."""
+    heads, size, tokens = 128, 4, 2
+    spec = kernel_registry.spec("mla_page_attention")
+    values = {
+        "q_nope": jnp.ones((tokens, heads, 16)),
+        "q_pe": jnp.ones((tokens, heads, 8)),
+        "kv_pages": jnp.ones((3, size, 24)),
+        "context_lens": jnp.asarray([5, 7], jnp.int32),
+        "block_tables": jnp.asarray([[0, 1], [2, 1]], jnp.int32),
+        "query_start_loc": jnp.arange(3, dtype=jnp.int32),
+        "num_seqs": jnp.asarray([2], jnp.int32),
+        "softmax_scale": 1.0,
+    }
+    args = spec.canonicalize(spec.complete(values))
+    run = lambda pages: spec.reference_fn()(dataclasses.replace(args, kv_pages=pages))
+    made = jax.make_jaxpr(run)(args.kv_pages)
+    largest = max(x.aval.size for eqn in made.jaxpr.eqns for x in eqn.outvars)
+    assert largest == tokens * heads * 24  # the queries

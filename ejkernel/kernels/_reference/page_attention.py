@@ -1,5 +1,7 @@
 """The oracle of attention over cached keys: dense, one query a row."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ def page_attention(args) -> tuple[jax.Array, ...]:
 
 def decode(args, key, value, start, end) -> tuple[jax.Array, jax.Array]:
     """Attention of one query a row, at position end - 1, over keys in [start, end)."""
-    batch, num_heads, _ = args.query.shape
+    batch, num_heads, d = args.query.shape
     s, num_kv_heads = key.shape[1:3]
     group = num_heads // num_kv_heads
     dtype = args.query.dtype  # holds int8 and float8 exactly
@@ -35,12 +37,13 @@ def decode(args, key, value, start, end) -> tuple[jax.Array, jax.Array]:
     if left is not None:
         visible &= last - left <= position
     value = jnp.where(visible[..., None, None], value.astype(dtype), 0)
-    k, v = (jnp.repeat(x.astype(dtype), group, axis=2) for x in (key, value))
+    query = args.query.reshape(batch, num_kv_heads, group, d)
 
     def per_head(scale):  # [g] -> [1, h, 1]
         return jnp.repeat(scale.astype(wide), group)[None, :, None]
 
-    x = jnp.einsum("bhd,bshd->bhs", args.query, k, precision=exact, preferred_element_type=wide)
+    product = functools.partial(jnp.einsum, precision=exact, preferred_element_type=wide)
+    x = product("bgnd,bsgd->bgns", query, key.astype(dtype)).reshape(batch, num_heads, s)
     x = x * args.softmax_scale
     if args.k_scale is not None:
         x = x * per_head(args.k_scale)
@@ -57,7 +60,8 @@ def decode(args, key, value, start, end) -> tuple[jax.Array, jax.Array]:
     safe = jnp.where(empty, 0.0, x)
     weights = jnp.where(empty, 0.0, jax.nn.softmax(safe, axis=-1))[..., :s].astype(dtype)
     lse = jnp.where(empty, -jnp.inf, jax.nn.logsumexp(safe, axis=-1, keepdims=True))[..., 0]
-    out = jnp.einsum("bhs,bshe->bhe", weights, v, precision=exact, preferred_element_type=wide)
+    weights = weights.reshape(batch, num_kv_heads, group, s)
+    out = product("bgns,bsge->bgne", weights, value).reshape(batch, num_heads, value.shape[-1])
     if args.v_scale is not None:
         out = out * per_head(args.v_scale)
     return out.astype(dtype), lse.astype(wide)
