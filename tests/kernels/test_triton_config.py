@@ -48,6 +48,30 @@ def test_backward_over_queries_may_have_sizes_of_its_own():
     assert made == config.Config(block_q=128, block_k=32, num_warps=8, num_stages=3)
 
 
+def test_backward_over_queries_has_a_limit_of_registers_of_its_own():
+    made = config.over_queries(make(max_registers=64, **OWN | {"dq_registers": 128}))
+    assert made.max_registers == 128
+    assert config.over_queries(make(max_registers=64, **OWN)).max_registers == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "biased", "registers"),
+    [
+        (Target("gpu", "NVIDIA H200", "9.0"), False, 128),
+        (Target("gpu", "NVIDIA H200", "9.0"), True, 0),
+        (Target("gpu", "AMD MI300X", "gfx942"), False, 0),
+    ],
+    ids=["plain", "bias", "amd"],
+)
+def test_two_programs_over_queries_share_a_multiprocessor(target, biased, registers):
+    """Blocks of 128 x 32 take 148 registers, and with a bias more; 128 leave room for another."""
+    q = jnp.zeros((1, 64, 2, 128), jnp.bfloat16)
+    bias = {"bias": jnp.zeros((1, 1, 64, 64), jnp.bfloat16)} if biased else {}
+    args = arguments(**{"query": q, "key": q, "value": q} | bias)
+    found = {c.dq_registers for c in config.candidates(args, "backward", target)}
+    assert max(found) == registers
+
+
 def test_settings_of_the_caller_hold_for_both_passes():
     made = config.from_params(make(**OWN), {"block_q": 32})
     assert made == make(block_q=32)
