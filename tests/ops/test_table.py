@@ -291,18 +291,23 @@ def test_a_near_row_fits_the_call(value_size):
     assert guess or value_size == 128
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+BOTH = ("forward", "backward")
+
+
 @pytest.mark.parametrize(
-    ("shape", "groups", "value_size"),
+    ("shape", "groups", "value_size", "causal", "direction"),
     [
-        ((4, 4096, 16, 128), 16, 128),
-        ((1, 16384, 16, 128), 16, 128),
-        ((4, 4096, 32, 128), 8, 128),
-        ((4, 4096, 16, 192), 16, 128),
+        *(((4, 4096, 16, 128), 16, 128, True, way) for way in BOTH),
+        *(((4, 4096, 16, 128), 16, 128, False, way) for way in BOTH),
+        *(((1, 16384, 16, 128), 16, 128, True, way) for way in BOTH),
+        *(((1, 16384, 16, 128), 16, 128, False, way) for way in BOTH),
+        *(((4, 4096, 32, 128), 8, 128, True, way) for way in BOTH),
+        *(((4, 4096, 16, 192), 16, 128, True, way) for way in BOTH),
+        ((4, 4096, 32, 64), 32, 64, True, "backward"),  # forward is Triton's
     ],
 )
 def test_without_hoppers_kernels_calls_take_cudnn(
-    shape, groups, value_size, direction, monkeypatch
+    shape, groups, value_size, causal, direction, monkeypatch
 ):
     pytest.importorskip("triton", reason="Triton is not installed")
     from ejkernel.kernels._pallas.gpu._blocks import probe
@@ -314,7 +319,7 @@ def test_without_hoppers_kernels_calls_take_cudnn(
     executor = Executor(ConfigSelectorChain(autotune=False))
     given = []
     jax.eval_shape(
-        lambda *xs: given.append(executor.invocation(FlashAttention(), *xs, causal=True)), q, k, v
+        lambda *xs: given.append(executor.invocation(FlashAttention(), *xs, causal=causal)), q, k, v
     )
     inv = dataclasses.replace(given[0], target=H200)
     if direction == "backward":
